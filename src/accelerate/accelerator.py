@@ -65,9 +65,9 @@ if TYPE_CHECKING:
         TorchDynamoPlugin,
     )
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .plugins.preemption import PreemptionPolicy
     from .precision.base import ConversionReport, Precision
     from .settings.labels import DynamoBackend, PrecisionType, RNGType
+    from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.averaging import WeightAverage
 
@@ -151,7 +151,7 @@ class Accelerator(ReplaceableSteps):
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",
         parameter_dtype: torch.dtype | None = None,
-        preemption: PreemptionPolicy | None = None,
+        preemption: PreemptionOptions | None = None,
         **old: object,
     ) -> None:
         construction.install_exception_hooks()

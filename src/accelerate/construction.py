@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     import torch
 
     from .guests.megatron.plugin import MegatronLMPlugin
+    from .guests.preemption.loop import SavedRun
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .plugins.preemption import PreemptionPolicy
     from .plugins.recompute import ActivationCheckpointing
     from .precision.fp8 import Fp8Functions, Fp8Request
     from .settings.labels import RNGType
     from .settings.megatron import MegatronOptions
+    from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.accumulation import GradientState
     from .training.kept_run import JoinedRun
-    from .training.preemption import SavedRun
 
 
 Config = TypeVar("Config")
@@ -536,9 +536,9 @@ def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: st
     watchdog.watch_for_hangs(world, gradient_state, project_dir)
 
 
-def add_loop_hooks(run: object, preemption: PreemptionPolicy | None) -> None:
+def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
     """Add the hooks to the loop of ``run``, an Accelerator, that its arguments and the launcher ask for."""
-    from .training.preemption import attach
+    from .guests.preemption.loop import attach
 
     held = cast("JoinedRun", run)
     if held.world.replicas is not None:
@@ -546,6 +546,6 @@ def add_loop_hooks(run: object, preemption: PreemptionPolicy | None) -> None:
 
         held.gradient_state.hooks.add(join_replicas(held))
     asked = preemption is not None or held.settings.preemption.save_on_signal
-    hook = attach(cast("SavedRun", run), preemption) if asked else None
+    hook = attach(cast("SavedRun", run), cast("Any", preemption)) if asked else None
     if hook is not None:
         held.gradient_state.hooks.add(hook)

@@ -133,7 +133,7 @@ sys.exit(main())
 STOPPED = """
 import atexit, os, signal, sys, time
 from accelerate.distributed.failure_hook import FailureHook
-from accelerate.distributed.notices import Notices
+from accelerate.guests.preemption.notices import Notices
 if "notices" in sys.argv:
     assert Notices(("SIGTERM",)).start()
 def collect(is_urgent):

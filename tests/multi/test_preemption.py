@@ -30,13 +30,14 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.checkpointing import list_checkpoints
 from accelerate.checkpointing.background import Background
-from accelerate.distributed import notices, preemption
 from accelerate.distributed.environment import ProcessIdentity
-from accelerate.distributed.preemption import StopAgreement
 from accelerate.distributed.rendezvous import agree_on_name
 from accelerate.distributed.store_client import Coordinator
 from accelerate.errors import SettingError
-from accelerate.training.preemption import Preemption
+from accelerate.guests.preemption import agreement as preemption
+from accelerate.guests.preemption import notices
+from accelerate.guests.preemption.agreement import StopAgreement
+from accelerate.guests.preemption.loop import Preemption
 from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
 from tests.oracle.ended_runs import PLACES, run_cases
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
@@ -531,7 +532,7 @@ def test_the_newest_accelerator_stops_its_loop(tmp_path: Path) -> None:
 
 def test_an_accelerator_of_another_thread_says_that_it_hears_no_signals(tmp_path: Path) -> None:
     def run() -> str:
-        lines = _logged("accelerate.training.preemption")
+        lines = _logged("accelerate.guests.preemption.loop")
         thread = threading.Thread(target=_loop, args=(str(tmp_path),))
         thread.start()
         thread.join()
@@ -587,7 +588,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_is_saved() -> None:
     assert not late or "rank 1 hasn't come to the end of a step" in late
 
 
-def _logged(name: str = "accelerate.distributed.preemption") -> list[str]:
+def _logged(name: str = "accelerate.guests.preemption.agreement") -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
@@ -713,7 +714,7 @@ def test_a_second_accelerator_without_a_folder_leaves_saving_to_the_first(
         with pytest.raises(SettingError, match="has no folder"):
             Accelerator(cpu=True)
         Accelerator(cpu=True, project_dir=str(tmp_path))
-        lines = _logged("accelerate.training.preemption")
+        lines = _logged("accelerate.guests.preemption.loop")
         Accelerator(cpu=True)
         return lines
 

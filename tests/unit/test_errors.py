@@ -74,7 +74,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "torch_private/distributed.py second_connection NotImplementedError",
     ),
     "the end of a run that was preempted and has saved, with its exit code; `finally` blocks run": (
-        "training/preemption.py Preemption._save_and_exit SystemExit",
+        "guests/preemption/loop.py Preemption._save_and_exit SystemExit",
         "training/kept_run.py _KeptRun._save_and_end SystemExit",
     ),
     "a file of a command line that isn't there, which main() shows as one line": (

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from ..plugins.parallelism import TorchTensorParallelConfig
     from ..plugins.parallelism import TorchTensorParallelPlugin
     from ..plugins.parallelism import PipelineParallelConfig
-    from ..plugins.preemption import PreemptionPolicy
+    from ..guests.preemption.policy import PreemptionPolicy
     from ..plugins.handlers import AutocastKwargs, GradScalerKwargs
     from ..plugins.handlers import InitProcessGroupKwargs
     from ..plugins.handlers import ProfileKwargs
@@ -189,7 +189,7 @@ _DEFINED_IN = {
     "SCALER_NAME": "names", "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels",
     "TERecipeKwargs": "plugins.fp8", "TORCH_DISTRIBUTED_OPERATION_TYPES": "distributed.collectives",
     "TORCH_LAUNCH_PARAMS": "launch.prepared", "TensorInformation": "nested",
-    "PreemptionPolicy": "plugins.preemption",
+    "PreemptionPolicy": "guests.preemption.policy",
     "TorchContextParallelConfig": "plugins.parallelism", "ExpertParallelConfig": "plugins.parallelism",
     "PipelineParallelConfig": "plugins.parallelism", "TorchDynamoPlugin": "plugins.handlers",
     "TorchTensorParallelConfig": "plugins.parallelism", "TorchTensorParallelPlugin": "plugins.parallelism",

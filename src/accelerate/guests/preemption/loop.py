@@ -16,23 +16,23 @@ from weakref import WeakSet
 
 import torch
 
-from ..distributed.failures import AGENTS_ERROR_FILE, RECORDS_VARIABLE, forget_saved, record_saved
-from ..distributed.notices import Notices
-from ..distributed.preemption import StopAgreement
-from ..distributed.world import World, release_before_leaving
-from ..errors import SettingError
-from ..plugins.preemption import PreemptionPolicy
-from ..seams import LoopHook
-from ..settings import env
-from ..settings.preemption import PREEMPTED_EXIT_CODE
-from .optimizer import AcceleratedOptimizer
+from ...distributed.failures import AGENTS_ERROR_FILE, RECORDS_VARIABLE, forget_saved, record_saved
+from ...distributed.world import World, release_before_leaving
+from ...errors import SettingError
+from ...seams import LoopHook
+from ...settings import env
+from ...settings.preemption import PREEMPTED_EXIT_CODE
+from ...training.optimizer import AcceleratedOptimizer
+from .agreement import StopAgreement
+from .notices import Notices
+from .policy import PreemptionPolicy
 
 if TYPE_CHECKING:
-    from ..distributed.membership import Membership
-    from ..distributed.preemption import Point
-    from ..plugins.handlers import ProjectConfiguration
-    from ..settings.tree import Settings
-    from .accumulation import GradientState
+    from ...distributed.membership import Membership
+    from ...plugins.handlers import ProjectConfiguration
+    from ...settings.tree import Settings
+    from ...training.accumulation import GradientState
+    from .agreement import Point
 
 _log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import SettingError
-from ..settings.preemption import PreemptionOptions
-from .handlers import LaunchedOptions, canonicalize
+from ...errors import SettingError
+from ...plugins.handlers import LaunchedOptions, canonicalize
+from ...settings.preemption import PreemptionOptions
 
 
 @dataclass

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from accelerate.distributed import notices as module
-from accelerate.distributed.notices import Notices
+from accelerate.guests.preemption import notices as module
+from accelerate.guests.preemption.notices import Notices
 from tests.ranks import run_on_ranks
 
 

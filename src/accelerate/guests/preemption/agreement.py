@@ -17,13 +17,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
-from ..torch_private.distributed import set_keys
-from ..wording import some_ranks
-from .store_requests import read_present
+from ...distributed.store_requests import read_present
+from ...torch_private.distributed import set_keys
+from ...wording import some_ranks
 
 if TYPE_CHECKING:
+    from ...distributed.store_client import Coordinator
     from .notices import Notices
-    from .store_client import Coordinator
 
 #: A point of a loop: Accelerators whose loops came before, backward passes so far, and batches (or questions) since the
 #: last one.
