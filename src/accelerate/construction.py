@@ -25,6 +25,7 @@ from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
+from .seams import loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from .guests.megatron.plugin import MegatronLMPlugin
-    from .guests.preemption.loop import SavedRun
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
@@ -537,15 +537,13 @@ def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: st
 
 
 def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
-    """Add the hooks to the loop of ``run``, an Accelerator, that its arguments and the launcher ask for."""
-    from .guests.preemption.loop import attach
-
+    """Add the hooks to the loop of ``run``, an Accelerator, by which guests take part in it."""
     held = cast("JoinedRun", run)
+    hooks = held.gradient_state.hooks
     if held.world.replicas is not None:
         from .training.kept_run import join_replicas
 
-        held.gradient_state.hooks.add(join_replicas(held))
-    asked = preemption is not None or held.settings.preemption.save_on_signal
-    hook = attach(cast("SavedRun", run), cast("Any", preemption)) if asked else None
-    if hook is not None:
-        held.gradient_state.hooks.add(hook)
+        hooks.add(join_replicas(held))
+    asked: object = held.settings.preemption if held.settings.preemption.save_on_signal else None
+    for hook in loop_hooks(run, {"preemption": asked if preemption is None else preemption}):
+        hooks.add(hook)

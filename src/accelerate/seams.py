@@ -181,7 +181,7 @@ def loop_hooks(run: object, asked: Mapping[str, object]) -> Iterator[LoopHook]:
     """
     for name, value in asked.items():
         if value is not None:
-            check_is_there(name, f"{name}={value!r}")
+            check_is_there(name, f"Accelerator({name}=...), or the launcher's option of that name,")
     for name, guest in guests().items():
         for target in guest.runs:
             hook = load(target)(run, asked.get(name))
@@ -197,8 +197,8 @@ def check_is_there(name: str, asked: str) -> None:
     """
     if name not in guests():
         raise SettingError(
-            f"{asked} needs the folder accelerate/guests/{name}, which this installation doesn't have. "
-            f"Leave {asked.partition('=')[0]} out, or install all of accelerate."
+            f"{asked} needs the folder accelerate/guests/{name}, which this installation doesn't have. Leave it out, "
+            "or install all of accelerate."
         )
 
 

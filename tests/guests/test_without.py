@@ -86,6 +86,20 @@ def test_all_others_work_without(name: str, tmp_path: Path) -> None:
     assert trained.returncode == 0 and "trained 1" in trained.stdout, trained.stderr
 
 
+#: What an Accelerator says that is asked for something of a guest that isn't there: guest -> a script, and how it asks.
+ASKED = {
+    "preemption": ("import os\nos.environ['ACCELERATE_SAVE_ON_SIGNAL'] = 'true'\nAccelerator(project_dir='.')",),
+}
+
+
+@pytest.mark.parametrize(("name", "asked"), [(name, asked) for name, scripts in ASKED.items() for asked in scripts])
+def test_who_asks_for_a_guest_that_is_not_there_is_told(name: str, asked: str, tmp_path: Path) -> None:
+    environment = without([name], tmp_path / "source")
+    ran = run_fresh(f"from accelerate import Accelerator\n{asked}", environment=environment)
+    assert ran.returncode == 1 and "SettingError" in ran.stderr, ran.stderr
+    assert f"needs the folder accelerate/guests/{name}, which this installation doesn't have" in ran.stderr
+
+
 def test_the_core_trains_on_two_ranks_without_any(tmp_path: Path) -> None:
     environment = without(GUESTS, tmp_path / "source")
     (tmp_path / "train.py").write_text(TRAIN)

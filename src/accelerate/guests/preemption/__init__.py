@@ -8,8 +8,24 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ...seams import Guest
+from ...seams import Guest, LoopHook
 
-GUEST: Final = Guest()
+if TYPE_CHECKING:
+    from ...settings.preemption import PreemptionOptions
+
+GUEST: Final = Guest(runs=(f"{__name__}:attach",))
+
+
+def attach(run: Any, asked: PreemptionOptions | None) -> LoopHook | None:
+    """Return the hook by which ``run`` stops after a notice; None where nothing asked for it.
+
+    Args:
+        asked: the policy that the Accelerator was given, or the launcher's options.
+    """
+    if asked is None:
+        return None
+    from .loop import attach
+
+    return attach(run, asked)

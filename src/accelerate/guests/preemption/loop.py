@@ -21,7 +21,7 @@ from ...distributed.world import World, release_before_leaving
 from ...errors import SettingError
 from ...seams import LoopHook
 from ...settings import env
-from ...settings.preemption import PREEMPTED_EXIT_CODE
+from ...settings.preemption import PREEMPTED_EXIT_CODE, PreemptionOptions
 from ...training.optimizer import AcceleratedOptimizer
 from .agreement import StopAgreement
 from .notices import Notices
@@ -52,17 +52,18 @@ class SavedRun(Protocol):
         ...
 
 
-def attach(run: SavedRun, policy: PreemptionPolicy | None) -> LoopHook | None:
-    """Return the hook by which ``run`` stops after a notice, as ``policy`` or else the launcher's options say.
+def attach(run: SavedRun, asked: PreemptionOptions) -> LoopHook | None:
+    """Return the hook by which ``run`` stops after a notice, as a policy or the launcher's options say.
 
     None where it takes part in no loop: this Accelerator has no folder, or the members of the run tell each other.
 
     Raises:
         SettingError: the run is to save by itself, and has no folder.
-        TypeError: ``policy`` is none.
+        TypeError: the Accelerator was given something else than a policy.
     """
     source, project_dir = "Accelerator(preemption=...)", run.project_configuration.project_dir
-    if policy is None:
+    policy = asked
+    if asked is run.settings.preemption:
         policy, source = PreemptionPolicy(), run.settings.quote("preemption.save_on_signal")
         if project_dir is None and Preemption.is_led():
             _log.warning(
@@ -71,7 +72,7 @@ def attach(run: SavedRun, policy: PreemptionPolicy | None) -> LoopHook | None:
                 source,
             )
             return None
-    if not isinstance(policy, PreemptionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(policy, PreemptionPolicy):
         raise TypeError(
             f"`preemption` has to be a PreemptionPolicy, not {type(policy).__name__}: {policy!r}. "
             "Give PreemptionPolicy(...)."
