@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from .data_loader import skip_first_batches
     from .devices.memory import find_executable_batch_size
     from .distributed.random import synchronize_rng_states
+    from .guests.deepspeed.plugin import DeepSpeedPlugin
     from .inference import prepare_pippy
     from .launchers import debug_launcher, notebook_launcher
     from .optional import is_rich_available
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
-    from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.parallelism import ParallelismConfig, PipelineParallelConfig
@@ -47,7 +47,7 @@ _DEFINED_IN = {
     "AutocastKwargs": "plugins.handlers",
     "DDPCommunicationHookType": "settings.labels",
     "DataLoaderConfiguration": "plugins.data",
-    "DeepSpeedPlugin": "plugins.deepspeed",
+    "DeepSpeedPlugin": "guests.deepspeed.plugin",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedType": "settings.labels",
     "FullyShardedDataParallelPlugin": "plugins.fsdp",

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
+    from .guests.deepspeed.plugin import DeepSpeedPlugin
     from .guests.megatron.plugin import MegatronLMPlugin
     from .parallel.streaming.stream import Adapters, WeightStream
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
-    from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import (

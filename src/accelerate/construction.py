@@ -17,11 +17,11 @@ from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
 from .errors import MissingDependency, SettingError
+from .guests.deepspeed.plugin import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
 from .logging import install_rich_tracebacks
 from .optional import MEGATRON_REMEDY, is_installed, require
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
-from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
@@ -56,7 +56,7 @@ NAMES_OF_ACCELERATOR: Final = {
     "hooks.align": "get_state_dict_offloaded_model",
     "parallel.fsdp.files": "fsdp2_prepare_model",
     "plugins.data": "DataLoaderConfiguration",
-    "plugins.deepspeed": "DeepSpeedPlugin",
+    "guests.deepspeed.plugin": "DeepSpeedPlugin",
     "plugins.handlers": "TorchDynamoPlugin AutocastKwargs ProfileKwargs ProjectConfiguration",
     "plugins.fp8": "TERecipeKwargs",
     "plugins.fsdp": "FullyShardedDataParallelPlugin",
@@ -504,7 +504,7 @@ def precision(
 def downcast_on_xla(precision: Precision, world: World, owner: object) -> None:
     """Let XLA cast all tensors if the device computes in bf16 that way; ``owner`` is the Accelerator."""
     if world.kind.runtime:
-        from .parallel import xla
+        from .guests.xla import strategy as xla
 
         if xla.cast_everything(precision.label, owner):
             precision.is_autocast = False  # the device has no float32 to cast from

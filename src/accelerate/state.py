@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .guests.deepspeed.plugin import DeepSpeedPlugin
     from .guests.megatron.plugin import MegatronLMPlugin
-    from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, TorchDynamoPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -493,7 +493,7 @@ class AcceleratorState(_View):
         """The DeepSpeed plugin in use, or None."""
         if not self.deepspeed_plugins:
             return None
-        from .plugins.deepspeed import get_active_deepspeed_plugin
+        from .guests.deepspeed.plugin import get_active_deepspeed_plugin
 
         return get_active_deepspeed_plugin(self)
 

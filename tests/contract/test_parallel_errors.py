@@ -21,7 +21,6 @@ from accelerate.parallel.fsdp.fsdp2 import FullyShard
 from accelerate.parallel.pipeline.strategy import Pipeline
 from accelerate.plugins import Plugins
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -34,6 +33,7 @@ from accelerate.plugins.parallelism import (
 )
 from accelerate.plugins.quantization import BnbQuantizationConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
 
 V1: dict[str, Any] = {"fsdp_version": 1}
 V2: dict[str, Any] = {"fsdp_version": 2}

@@ -202,7 +202,7 @@ def test_a_clipping_norm_that_the_configuration_left_open_is_followed(caplog: py
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
-        logging.getLogger("accelerate.parallel.deepspeed.strategy").addHandler(handler)
+        logging.getLogger("accelerate.guests.deepspeed.strategy").addHandler(handler)
         accelerator, model, _, loader = prepared(1, gradient_clipping="auto")
         sizes = []
         for batch in loader:

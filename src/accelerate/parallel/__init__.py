@@ -72,8 +72,8 @@ _ADOPTED = Candidate(".adopted", "Adopted", _awaits_shards)
 ORDER: tuple[Candidate, ...] = (
     Candidate(".kept_replicas", "KeptReplicas", lambda settings, world: world.replicas is not None),
     # Devices whose runtime connects its processes itself.
-    Candidate(".xla", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
-    Candidate(".deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
+    Candidate("..guests.xla.strategy", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
+    Candidate("..guests.deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
     Candidate("..guests.megatron.strategy", "Megatron", lambda settings, world: settings.megatron is not None),
     Candidate(".pipeline.strategy", "Pipeline", _splits_layers),
     Candidate(".fsdp.fsdp2", "FullyShard", _shards(2)),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from ..guests.deepspeed.plugin import DeepSpeedPlugin
     from ..settings.megatron import MegatronOptions
-    from .deepspeed import DeepSpeedPlugin
     from .fsdp import FullyShardedDataParallelPlugin
     from .handlers import TorchDynamoPlugin
     from .parallelism import ParallelismConfig, TorchTensorParallelPlugin

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from ..plugins.handlers import KwargsHandler
     from ..plugins.data import DataLoaderConfiguration
     from ..plugins.ddp import DistributedDataParallelKwargs
-    from ..plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
-    from ..plugins.deepspeed import get_active_deepspeed_plugin
+    from ..guests.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+    from ..guests.deepspeed.plugin import get_active_deepspeed_plugin
     from ..plugins.handlers import TorchDynamoPlugin
     from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from ..plugins.fsdp import FullyShardedDataParallelPlugin
@@ -105,9 +105,9 @@ if TYPE_CHECKING:
     from ..settings.labels import SageMakerDistributedType
     from ..state import deepspeed_required, get_mixed_precision_context_manager
     from ..parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
-    from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
-    from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper, GatheredParameters
-    from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed
+    from ..guests.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+    from ..guests.deepspeed.engine import DeepSpeedSchedulerWrapper, GatheredParameters
+    from ..guests.deepspeed.engine import map_pytorch_optim_to_deepspeed
     from ..guests.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper
     from ..guests.megatron.engine import MegatronLMSchedulerWrapper
     from ..guests.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
@@ -151,12 +151,12 @@ _DEFINED_IN = {
     "MegatronLMDummyDataLoader": "guests.megatron.plugin",
     "MegatronLMDummyScheduler": "guests.megatron.plugin", "MegatronEngine": "guests.megatron.engine",
     "MegatronLMOptimizerWrapper": "guests.megatron.engine",
-    "MegatronLMSchedulerWrapper": "guests.megatron.engine", "DeepSpeedEngineWrapper": "parallel.deepspeed.engine",
-    "DeepSpeedOptimizerWrapper": "parallel.deepspeed.engine",
-    "DeepSpeedSchedulerWrapper": "parallel.deepspeed.engine", "GatheredParameters": "parallel.deepspeed.engine",
-    "map_pytorch_optim_to_deepspeed": "parallel.deepspeed.engine", "DummyOptim": "plugins.deepspeed",
-    "DummyScheduler": "plugins.deepspeed", "HfDeepSpeedConfig": "plugins.deepspeed",
-    "get_active_deepspeed_plugin": "plugins.deepspeed", "ensure_weights_retied": "parallel.rebind",
+    "MegatronLMSchedulerWrapper": "guests.megatron.engine", "DeepSpeedEngineWrapper": "guests.deepspeed.engine",
+    "DeepSpeedOptimizerWrapper": "guests.deepspeed.engine",
+    "DeepSpeedSchedulerWrapper": "guests.deepspeed.engine", "GatheredParameters": "guests.deepspeed.engine",
+    "map_pytorch_optim_to_deepspeed": "guests.deepspeed.engine", "DummyOptim": "guests.deepspeed.plugin",
+    "DummyScheduler": "guests.deepspeed.plugin", "HfDeepSpeedConfig": "guests.deepspeed.plugin",
+    "get_active_deepspeed_plugin": "guests.deepspeed.plugin", "ensure_weights_retied": "parallel.rebind",
     "get_model_tp_size": "modules", "disable_fsdp_ram_efficient_loading": "parallel.fsdp.files",
     "enable_fsdp_ram_efficient_loading": "parallel.fsdp.files", "fsdp2_apply_ac": "parallel.fsdp.files",
     "fsdp2_canonicalize_names": "parallel.fsdp.files", "fsdp2_load_full_state_dict": "parallel.fsdp.files",
@@ -172,7 +172,7 @@ _DEFINED_IN = {
     "has_4bit_bnb_layers": "quantize", "load_and_quantize_model": "quantize",
     "CannotPadNestedTensorWarning": "distributed.collectives", "ComputeEnvironment": "settings.labels",
     "CustomDtype": "settings.labels", "DDPCommunicationHookType": "settings.labels",
-    "DataLoaderConfiguration": "plugins.data", "DeepSpeedPlugin": "plugins.deepspeed",
+    "DataLoaderConfiguration": "plugins.data", "DeepSpeedPlugin": "guests.deepspeed.plugin",
     "DeepSpeedSequenceParallelConfig": "plugins.parallelism", "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedType": "settings.labels", "DynamoBackend": "settings.labels", "FP8RecipeKwargs": "plugins.fp8",
     "FullyShardedDataParallelPlugin": "plugins.fsdp", "GradScalerKwargs": "plugins.handlers",

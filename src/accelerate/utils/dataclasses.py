@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..guests.deepspeed.plugin import DeepSpeedPlugin
 from ..guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
 from ..nested import TensorInformation
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.ddp import DistributedDataParallelKwargs
-from ..plugins.deepspeed import DeepSpeedPlugin
 from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from ..plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
 from ..plugins.handlers import (

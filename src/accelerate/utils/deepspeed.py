@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..parallel.deepspeed.engine import (
+from ..guests.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
     map_pytorch_optim_to_deepspeed,
 )
-from ..plugins.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig, get_active_deepspeed_plugin
+from ..guests.deepspeed.plugin import DummyOptim, DummyScheduler, HfDeepSpeedConfig, get_active_deepspeed_plugin
 
 __all__ = [
     "DeepSpeedEngineWrapper",

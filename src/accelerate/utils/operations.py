@@ -17,6 +17,7 @@ from ..distributed.collectives import (
     verify_operation,
 )
 from ..errors import DistributedOperationException
+from ..guests.deepspeed.engine import GatheredParameters
 from ..nested import (
     TensorInformation,
     concatenate,
@@ -37,7 +38,6 @@ from ..nested import (
     send_to_device,
     slice_tensors,
 )
-from ..parallel.deepspeed.engine import GatheredParameters
 from ..precision.base import ConvertOutputsToFp32, convert_outputs_to_fp32
 
 __all__ = [

@@ -14,8 +14,8 @@ from accelerate import parallel as strategies
 from accelerate.devices import table as devices
 from accelerate.distributed.world import World
 from accelerate.errors import SettingError
+from accelerate.guests.xla.strategy import XlaDevices, cast_everything
 from accelerate.parallel import StrategyOptions
-from accelerate.parallel.xla import XlaDevices, cast_everything
 from accelerate.plugins import Plugins
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import GradientAccumulationPlugin

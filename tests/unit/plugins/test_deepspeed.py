@@ -13,14 +13,14 @@ import pytest
 from torch import nn
 
 from accelerate.errors import MissingDependency, SettingError
-from accelerate.optional import is_installed
-from accelerate.plugins.deepspeed import (
+from accelerate.guests.deepspeed.plugin import (
     DeepSpeedPlugin,
     DummyOptim,
     DummyScheduler,
     HfDeepSpeedConfig,
     get_active_deepspeed_plugin,
 )
+from accelerate.optional import is_installed
 from accelerate.settings import env
 
 DOCUMENT: dict[str, Any] = {

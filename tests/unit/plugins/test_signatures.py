@@ -9,7 +9,6 @@ import pytest
 
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
-from accelerate.plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
@@ -29,7 +28,7 @@ from accelerate.plugins.parallelism import (
     TorchTensorParallelPlugin,
 )
 from accelerate.plugins.quantization import BnbQuantizationConfig
-from accelerate.utils import MegatronLMPlugin
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, MegatronLMPlugin
 
 #: Class -> its arguments, in order. `name` alone: the default is None.
 DOCUMENTED: dict[type, str] = {

@@ -48,11 +48,11 @@ WRITERS: Final[dict[str, str]] = {
     "settings/env.py set_variables pop": CORE,
     "settings/env.py set_variables_for =": CORE,
     "settings/env.py restore_variables set_variables": CORE,
-    "parallel/deepspeed/strategy.py DeepSpeed.place patched": BLOCK,
-    "parallel/deepspeed/strategy.py DeepSpeed.__init__ set_variables_for": OWNER,
+    "guests/deepspeed/strategy.py DeepSpeed.place patched": BLOCK,
+    "guests/deepspeed/strategy.py DeepSpeed.__init__ set_variables_for": OWNER,
     "parallel/fsdp/files.py disable_fsdp_ram_efficient_loading set_variables": CALLER,
     "parallel/fsdp/files.py enable_fsdp_ram_efficient_loading set_variables": CALLER,
-    "parallel/xla.py cast_everything set_variables_for": OWNER,
+    "guests/xla/strategy.py cast_everything set_variables_for": OWNER,
     "tracking/mlflow.py MLflowTracker._end_at_exit patched": BLOCK,
 }
 _OF_ENV: Final = frozenset({"set_variables", "set_variables_for", "patched", "patch_environment"})

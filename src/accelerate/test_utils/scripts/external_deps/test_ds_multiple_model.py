@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
 
 BATCH_SIZE = 4
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin
 
 CONFIG: dict[str, object] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

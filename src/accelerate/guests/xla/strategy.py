@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ..checkpointing.sharded import StateAccess
-from ..distributed.world import World
-from ..errors import SettingError
-from ..modules import moved
-from ..nested import recursively_apply, send_to_device
-from ..precision import Precision
-from ..settings import env
-from ..settings.labels import DistributedType
-from ..training.recompute import recompute_activations
-from .base import Strategy, StrategyOptions
-from .compile import compile_model
-from .fsdp.wrapping import find_ignored, find_wrap_units
-from .state import ModelState
+from ...checkpointing.sharded import StateAccess
+from ...distributed.world import World
+from ...errors import SettingError
+from ...modules import moved
+from ...nested import recursively_apply, send_to_device
+from ...parallel.base import Strategy, StrategyOptions
+from ...parallel.compile import compile_model
+from ...parallel.fsdp.wrapping import find_ignored, find_wrap_units
+from ...parallel.state import ModelState
+from ...precision import Precision
+from ...settings import env
+from ...settings.labels import DistributedType
+from ...training.recompute import recompute_activations
 
 if TYPE_CHECKING:
-    from ..data_loader.prefetch import PreparedLoader
-    from ..plugins.fsdp import FullyShardedDataParallelPlugin
+    from ...data_loader.prefetch import PreparedLoader
+    from ...plugins.fsdp import FullyShardedDataParallelPlugin
 
 #: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.
 AXIS = "fsdp"

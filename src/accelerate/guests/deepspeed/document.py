@@ -12,8 +12,8 @@ import torch
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...logging import MultiProcessAdapter, get_logger
-from ...plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from ...training.accumulation import GradientState
+from .plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 logger: MultiProcessAdapter = get_logger(__name__)
 

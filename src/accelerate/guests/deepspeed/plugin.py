@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from torch import nn
 
-from ..errors import NotBuilt, SettingError
-from ..optional import is_installed, require
-from ..settings import env
-from ..settings.deepspeed import DeepSpeedOptions
-from ..settings.fp8 import MSAMP_IS_GONE
-from .fsdp import get_module_class_from_name
-from .handlers import LaunchedOptions, canonicalize
-from .placeholder import Placeholder
+from ...errors import NotBuilt, SettingError
+from ...optional import is_installed, require
+from ...plugins.fsdp import get_module_class_from_name
+from ...plugins.handlers import LaunchedOptions, canonicalize
+from ...plugins.placeholder import Placeholder
+from ...settings import env
+from ...settings.deepspeed import DeepSpeedOptions
+from ...settings.fp8 import MSAMP_IS_GONE
 
 if TYPE_CHECKING:
     import torch

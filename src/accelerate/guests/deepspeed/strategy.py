@@ -21,12 +21,7 @@ from ...errors import NotBuilt, PreparationError
 from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
-from ...plugins.deepspeed import DeepSpeedPlugin, active_plugin
-from ...plugins.parallelism import ParallelismConfig
-from ...precision import Precision
-from ...settings import env
-from ...settings.labels import DistributedType
-from ..base import (
+from ...parallel.base import (
     PreparedArgument,
     PreparedArguments,
     Role,
@@ -35,10 +30,14 @@ from ..base import (
     is_prepared_optimizer,
     refuse_placeholders,
 )
-from ..compile import compile_regions_deepspeed
-from ..held_tensors import HeldTensor
-from ..rebind import canonical_name
-from ..state import ModelState
+from ...parallel.compile import compile_regions_deepspeed
+from ...parallel.held_tensors import HeldTensor
+from ...parallel.rebind import canonical_name
+from ...parallel.state import ModelState
+from ...plugins.parallelism import ParallelismConfig
+from ...precision import Precision
+from ...settings import env
+from ...settings.labels import DistributedType
 from . import document, sequence
 from .document import PreparedObjects
 from .engine import (
@@ -48,6 +47,7 @@ from .engine import (
     Engine,
     map_pytorch_optim_to_deepspeed,
 )
+from .plugin import DeepSpeedPlugin, active_plugin
 from .sequence import Ulysses
 from .state import EngineState, full_weights
 

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import PreparationError
 from ...optional import require
-from ..base import SteppedOptimizer, SteppedScheduler
+from ...parallel.base import SteppedOptimizer, SteppedScheduler
 
 #: Optimizers of torch and others -> DeepSpeed's CPU optimizer for each: module, class, options.
 _ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {

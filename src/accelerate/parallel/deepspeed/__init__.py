@@ -1,1 +1,0 @@
-"""DeepSpeed's engine as a strategy. Internal."""
