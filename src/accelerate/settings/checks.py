@@ -9,7 +9,7 @@ from ..errors import SettingError
 from .fsdp import FsdpOptions
 from .option import nearest
 from .parallelism import ATTENTION_KINDS
-from .tree import Settings
+from .tree import PARADIGMS, Settings
 
 RENDEZVOUS: Final = ("static", "c10d", "etcd", "etcd-v2")
 #: Launchers that find the machines, and so the rendezvous address, themselves.
@@ -91,12 +91,12 @@ def _check_hardware(settings: Settings) -> None:
     if not asked or settings.source_of(asked[0]).kind != "flag":
         return
     # FSDP runs on CPU processes too, and Megatron-LM on the devices of multi_gpu
-    together = {("run.use_cpu", "use_fsdp"), ("launch.multi_gpu", "use_megatron_lm")}
-    for engine in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
-        is_asked = settings.source_of(f"paradigm.{engine}").kind == "flag"
+    together = {("run.use_cpu", "paradigm.use_fsdp"), ("launch.multi_gpu", "paradigm.use_megatron_lm")}
+    for engine in PARADIGMS.values():
+        is_asked = settings.source_of(engine).kind == "flag"
         if is_asked and (asked[0], engine) not in together:
             raise SettingError(
-                f"{settings.quote(asked[0])} and {settings.quote(f'paradigm.{engine}')} exclude each other: "
+                f"{settings.quote(asked[0])} and {settings.quote(engine)} exclude each other: "
                 "the engine "
                 f"chooses its devices itself. Leave `{settings.source_of(asked[0]).where}` out."
             )

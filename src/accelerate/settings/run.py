@@ -15,7 +15,7 @@ from .fp8 import AoOptions, MsampOptions, TeOptions
 from .fsdp import ONLY_VERSION_1
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
 from .run_options import ParadigmOptions
-from .tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
+from .tree import CONDITIONS, GROUPS, PARADIGMS, ROWS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
     "Settings",
@@ -45,39 +45,10 @@ ARGUMENTS: Final = {
 #: An argument that has its constructor default counts as not given (None always does).
 CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "use_cpu": False, "gradient_accumulation_steps": 1}
 #: Constructor arguments that are whole groups.
-OBJECTS: Final = {
-    "fsdp_plugin": "fsdp",
-    "deepspeed_plugin": "deepspeed",
-    "deepspeed_plugins": "deepspeed",
-    "megatron_lm_plugin": "megatron",
-    "dynamo_plugin": "compile",
-    "parallelism_config": "parallelism",
-    "dataloader_config": "data",
-    "project_config": "project",
-    "gradient_accumulation_plugin": "accumulation",
-}
-#: The classes that users construct for them.
-_CLASSES: Final = {
-    "fsdp_plugin": "FullyShardedDataParallelPlugin",
-    "deepspeed_plugin": "DeepSpeedPlugin",
-    "deepspeed_plugins": "DeepSpeedPlugin",
-    "megatron_lm_plugin": "MegatronLMPlugin",
-    "dynamo_plugin": "TorchDynamoPlugin",
-    "parallelism_config": "ParallelismConfig",
-    "dataloader_config": "DataLoaderConfiguration",
-    "project_config": "ProjectConfiguration",
-    "gradient_accumulation_plugin": "GradientAccumulationPlugin",
-}
-_PARADIGMS: Final = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
-_ENGINE_LABELS: Final = (
-    ("DEEPSPEED", "use_deepspeed"),
-    ("FSDP", "use_fsdp"),
-    ("MEGATRON_LM", "use_megatron_lm"),
-)
-_ENGINE_OF_TYPE: Final = {
-    "DEEPSPEED": "paradigm.use_deepspeed",
-    "FSDP": "paradigm.use_fsdp",
-    "MEGATRON_LM": "paradigm.use_megatron_lm",
+_OBJECTS: Final = {argument: row for row in ROWS for argument in row.arguments}
+#: What a distributed type in a file turns on.
+_OPTION_OF_TYPE: Final = {
+    **PARADIGMS,
     "MULTI_CPU": "run.use_cpu",
     "XLA": "launch.use_tpu",
     "TPU": "launch.use_tpu",
@@ -128,18 +99,18 @@ def collect(
 def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, str]]:
     """Return the arguments that are whole groups, by group, with the argument's name."""
     found: dict[str, tuple[OptionGroup, str]] = {}
-    for argument, group in OBJECTS.items():
+    for argument, row in _OBJECTS.items():
         value = arguments.get(argument)
         if isinstance(value, Mapping):  # several DeepSpeed plugins by name: the first is the active one
             value = next(iter(cast("Mapping[str, object]", value).values()), None)
         if value is None:
             continue
-        if not isinstance(value, GROUPS[group]):
+        if not isinstance(value, row.options):
             raise TypeError(
-                f"`{argument}` must be a {_CLASSES[argument]} object, not {type(value).__name__}: {value!r}. "
-                f"Give {_CLASSES[argument]}(...)."
+                f"`{argument}` must be a {row.plugin} object, not {type(value).__name__}: {value!r}. "
+                f"Give {row.plugin}(...)."
             )
-        found[group] = (value, argument)
+        found[row.name] = (value, argument)
     return found
 
 
@@ -194,7 +165,7 @@ def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
         return layer
     if kind is None or (flags.get("cpu") and kind in ("DEEPSPEED", "MEGATRON_LM")):
         return layer
-    address = _ENGINE_OF_TYPE.get(kind)
+    address = _OPTION_OF_TYPE.get(kind)
     if address is None and kind.startswith("MULTI_"):
         address = "launch.multi_gpu"
     if address is not None and not (address == "launch.multi_gpu" and flags.get("cpu")):
@@ -219,16 +190,12 @@ def _choose_paradigm(layers: list[Layer]) -> None:
     """Drop the engine options of all layers but the one of highest priority that names an engine."""
     chosen: str | None = None
     for position, layer in enumerate(layers):
-        named = [name for name in _PARADIGMS if layer.get(f"paradigm.{name}", (False,))[0]]
+        named = [address for address in PARADIGMS.values() if layer.get(address, (False,))[0]]
         if len(named) > 1 and chosen is None:
-            spelled = " and ".join(f"`{name}` ({layer[f'paradigm.{name}'][1]})" for name in named)
+            spelled = " and ".join(f"`{address.partition('.')[2]}` ({layer[address][1]})" for address in named)
             raise SettingError(f"{spelled} exclude each other: one run has one engine. Keep one of them.")
         if chosen is not None:
-            layers[position] = {
-                address: value
-                for address, value in layer.items()
-                if address.removeprefix("paradigm.") not in _PARADIGMS
-            }
+            layers[position] = {name: value for name, value in layer.items() if name not in PARADIGMS.values()}
         elif named:
             chosen = named[0]
 
@@ -301,9 +268,10 @@ def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGr
 def _set_distributed_type(settings: Settings) -> None:
     """Set the launch's distributed_type according to its engine and hardware."""
     launch, kind = settings.launch, settings.launch.distributed_type
-    chosen = next((label for label, name in _ENGINE_LABELS if getattr(settings.paradigm, name)), None)
+    on = (label for label, option in PARADIGMS.items() if getattr(settings.paradigm, option.partition(".")[2]))
+    chosen = next(on, None)
     if chosen is not None:
-        address = f"paradigm.{dict(_ENGINE_LABELS)[chosen]}"
+        address = PARADIGMS[chosen]
     elif launch.use_tpu:
         chosen, address = "XLA", "launch.use_tpu"
     elif launch.multi_gpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, final
 
 from .cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions, TpuOptions
 from .deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
@@ -22,63 +22,81 @@ from .training import AccumulationOptions, DataLoaderOptions, DynamoOptions, Pro
 #: A value with its source, by "group.option".
 Layer = Mapping[str, tuple[Any, Source]]
 
-#: The groups by their attribute of Settings, in the order of help, files and exported variables.
-GROUPS: Final[dict[str, type[OptionGroup]]] = {
-    "run": RunOptions,
-    "paradigm": ParadigmOptions,
-    "switches": SwitchOptions,
-    "launch": LaunchOptions,
-    "preemption": PreemptionOptions,
-    "mpi": MpiOptions,
-    "cluster": ClusterOptions,
-    "slurm": SlurmOptions,
-    "kubernetes": KubernetesOptions,
-    "ray": RayOptions,
-    "compile": DynamoOptions,
-    "data": DataLoaderOptions,
-    "project": ProjectOptions,
-    "accumulation": AccumulationOptions,
-    "fsdp": FsdpOptions,
-    "deepspeed": DeepSpeedOptions,
-    "deepspeed_launch": DeepSpeedLaunchOptions,
-    "megatron": MegatronOptions,
-    "parallelism": ParallelismOptions,
-    "tensor": TensorParallelOptions,
-    "context": ContextParallelOptions,
-    "sequence": SequenceParallelOptions,
-    "fp8": Fp8Options,
-    "tpu": TpuOptions,
-    "sagemaker": SageMakerOptions,
-}
 
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of options; the tables about groups are derived from these rows.
+
+    Args:
+        name: the attribute of Settings.
+        options: the class that declares the options.
+        condition: the option that turns the group on; empty if the group is always there.
+        arguments: the Accelerator's arguments that are the whole group.
+        plugin: the class that users construct for them.
+        paradigm: the distributed type that the group stands for.
+        is_engine: whether the plugin and the strategy come from a guest.
+        exported: whether the ranks get its variables; only the launcher needs the others.
+        decided: whether every launch decides its values.
+    """
+
+    name: str
+    options: type[OptionGroup]
+    condition: str = ""
+    arguments: tuple[str, ...] = ()
+    plugin: str = ""
+    paradigm: str = ""
+    is_engine: bool = False
+    exported: bool = True
+    decided: bool = False
+
+
+#: In the order of help, files and exported variables.
+ROWS: Final = (
+    Group("run", RunOptions, decided=True),
+    Group("paradigm", ParadigmOptions, decided=True),
+    Group("switches", SwitchOptions),
+    Group("launch", LaunchOptions, exported=False, decided=True),
+    Group("preemption", PreemptionOptions),
+    Group("mpi", MpiOptions, exported=False),
+    Group("cluster", ClusterOptions, exported=False),
+    Group("slurm", SlurmOptions, exported=False),
+    Group("kubernetes", KubernetesOptions, exported=False),
+    Group("ray", RayOptions, exported=False),
+    Group("compile", DynamoOptions, "", ("dynamo_plugin",), "TorchDynamoPlugin", decided=True),
+    Group("data", DataLoaderOptions, "", ("dataloader_config",), "DataLoaderConfiguration", exported=False),
+    Group("project", ProjectOptions, "", ("project_config",), "ProjectConfiguration", exported=False),
+    Group(
+        "accumulation", AccumulationOptions, "", ("gradient_accumulation_plugin",), "GradientAccumulationPlugin",
+        exported=False,
+    ),
+    Group("fsdp", FsdpOptions, "paradigm.use_fsdp", ("fsdp_plugin",), "FullyShardedDataParallelPlugin", "FSDP"),
+    Group(
+        "deepspeed", DeepSpeedOptions, "paradigm.use_deepspeed", ("deepspeed_plugin", "deepspeed_plugins"),
+        "DeepSpeedPlugin", "DEEPSPEED", is_engine=True,
+    ),
+    Group("deepspeed_launch", DeepSpeedLaunchOptions),
+    Group(
+        "megatron", MegatronOptions, "paradigm.use_megatron_lm", ("megatron_lm_plugin",),
+        "MegatronLMPlugin", "MEGATRON_LM", is_engine=True,
+    ),
+    Group(
+        "parallelism", ParallelismOptions, "paradigm.use_parallelism_config", ("parallelism_config",),
+        "ParallelismConfig",
+    ),
+    Group("tensor", TensorParallelOptions, "paradigm.use_parallelism_config", exported=False),
+    Group("context", ContextParallelOptions, "paradigm.use_parallelism_config"),
+    Group("sequence", SequenceParallelOptions, "paradigm.use_parallelism_config"),
+    Group("fp8", Fp8Options, "run.mixed_precision"),
+    Group("tpu", TpuOptions),
+    Group("sagemaker", SageMakerOptions, "launch.compute_environment"),
+)  # fmt: skip
+
+GROUPS: Final[dict[str, type[OptionGroup]]] = {row.name: row.options for row in ROWS}
 #: The option that turns a group on; the other groups are always there.
-CONDITIONS: Final = {
-    "fsdp": "paradigm.use_fsdp",
-    "deepspeed": "paradigm.use_deepspeed",
-    "megatron": "paradigm.use_megatron_lm",
-    "parallelism": "paradigm.use_parallelism_config",
-    "tensor": "paradigm.use_parallelism_config",
-    "context": "paradigm.use_parallelism_config",
-    "sequence": "paradigm.use_parallelism_config",
-    "fp8": "run.mixed_precision",
-    "sagemaker": "launch.compute_environment",
-}
-
-#: Groups whose values are decided by every launch.
-DECIDED: Final = ("run", "paradigm", "launch", "compile")
-#: Groups that only the launcher needs.
-_NOT_EXPORTED: Final = (
-    "launch",
-    "mpi",
-    "cluster",
-    "slurm",
-    "kubernetes",
-    "ray",
-    "data",
-    "project",
-    "accumulation",
-    "tensor",
-)
+CONDITIONS: Final = {row.name: row.condition for row in ROWS if row.condition}
+#: Of which a run has one at most: by distributed type, the option that turns it on.
+PARADIGMS: Final = {row.paradigm: row.condition for row in sorted(ROWS, key=lambda row: row.paradigm) if row.paradigm}
 
 
 @dataclass
@@ -143,6 +161,11 @@ class Settings:
                 return f"{group}.{name}"
         raise KeyError(name)
 
+    def option_at(self, name: str) -> OptionInfo:
+        """Return the declaration of "group.option"."""
+        group, _, bare = self.address_of(name).partition(".")
+        return option_of(GROUPS[group], bare)
+
     def was_given(self, name: str) -> bool:
         """Return whether somebody gave the value, so that it is not a default."""
         return self.source_of(name).kind != "default"
@@ -150,7 +173,7 @@ class Settings:
     def quote(self, name: str) -> str:
         """Format the option for an error message: as it was given, and where."""
         group, _, bare = self.address_of(name).partition(".")
-        option, source, options = option_of(GROUPS[group], bare), self.source_of(name), getattr(self, group)
+        option, source, options = self.option_at(name), self.source_of(name), getattr(self, group)
         value = option.default if options is None else getattr(options, bare)
         shown = "***" if option.secret else option.write(value) or repr(value)
         return f"`{option.spell(shown, source)}` ({source})"
@@ -169,6 +192,7 @@ class Settings:
         """
         given: dict[str, Any] = {}
         decided: dict[str, Any] = {}
+        decided_groups = {row.name for row in ROWS if row.decided}
         for group, options in self.groups():
             for option in options_of(GROUPS[group]):
                 if option.flag is None:
@@ -176,7 +200,7 @@ class Settings:
                 value = getattr(options, option.name)
                 if f"{group}.{option.name}" in self.sources:
                     given.setdefault(option.flag, value)
-                elif group in DECIDED and (option.key is not None or value is True):
+                elif group in decided_groups and (option.key is not None or value is True):
                     decided.setdefault(option.flag, value)
         return {**decided, **given}
 
@@ -211,8 +235,9 @@ def _flag_or_address(group: str, name: str) -> str:
 def encode_settings(settings: Settings) -> dict[str, str]:
     """Return the variables that hand the settings to a worker; collecting from them gives the same settings."""
     variables: dict[str, str] = {}
-    for group, options in settings.groups():
-        if group not in _NOT_EXPORTED:
+    for row in ROWS:
+        options = getattr(settings, row.name)
+        if row.exported and options is not None:
             variables.update(encode(options))
     return variables
 

@@ -24,7 +24,7 @@ from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
 from ...settings.run import collect
 from ...settings.run_options import RunOptions
 from ...settings.training import DynamoOptions
-from ...settings.tree import GROUPS, Settings
+from ...settings.tree import GROUPS, PARADIGMS, Settings
 from .ask import Asker, Choice
 
 Answers = dict[str, Any]
@@ -38,7 +38,6 @@ COMPUTE_ENVIRONMENTS: Final = (
 )
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 #: Distributed types that name an engine, not a machine.
-ENGINES: Final = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
 def machine_types(found: str = "") -> tuple[Choice[str], ...]:
@@ -98,7 +97,7 @@ class Questionnaire:
         types = [choice.value for choice in choices]
         several = kind.label if kind.label in types and num_devices > 0 else "MULTI_GPU"  # under an engine's name
         proposed = str(self._proposal(LaunchOptions, "distributed_type", kind.label if num_devices > 1 else "NO"))
-        if proposed in ENGINES:
+        if proposed in PARADIGMS:
             proposed = several
         chosen = self.asker.choose(
             "Which type of machine are you using?",
@@ -210,7 +209,7 @@ class Questionnaire:
             self._put(LaunchOptions, "num_processes", 1)
             return
         name = {"MULTI_CPU": "CPU(s)", "XLA": "TPU cores"}.get(chosen, f"{chosen.removeprefix('MULTI_')}(s)")
-        is_engine = self.answers["launch.distributed_type"][0] in ENGINES
+        is_engine = self.answers["launch.distributed_type"][0] in PARADIGMS
         fewest = machines if machines > 1 or chosen == "XLA" or is_engine else 2
         # one for each device of every machine; where this one has none of the type, the fewest that are several
         default = (num_devices or (8 if chosen == "XLA" else 2)) * machines
