@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
-    from .guests.deepspeed.plugin import DeepSpeedPlugin
-    from .guests.megatron.plugin import MegatronLMPlugin
     from .parallel.streaming.stream import Adapters, WeightStream
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
@@ -66,7 +64,9 @@ if TYPE_CHECKING:
     )
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .precision.base import ConversionReport, Precision
+    from .settings.deepspeed import DeepSpeedOptions
     from .settings.labels import DynamoBackend, PrecisionType, RNGType
+    from .settings.megatron import MegatronOptions
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.averaging import WeightAverage
@@ -129,10 +129,10 @@ class Accelerator(ReplaceableSteps):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugin: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        megatron_lm_plugin: MegatronOptions | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
         log_with: str
         | LoggerType
@@ -146,7 +146,7 @@ class Accelerator(ReplaceableSteps):
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | DynamoBackend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",
@@ -189,12 +189,12 @@ class Accelerator(ReplaceableSteps):
         self.precision = construction.precision(
             label, self.settings, self.world, plugins, self._handlers, _module_attribute, parameter_dtype
         )
-        construction.downcast_on_xla(self.precision, self.world, self)
         self.settings.data, self.settings.project = self.dataloader_config, self.project_configuration
         accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(run.gradient_accumulation_steps)
         self.settings.accumulation, self.gradient_state = accumulation, GradientState.create(accumulation)
         options = StrategyOptions(plugins, self._handlers.ddp, self.mesh, self.gradient_state, self.dataloader_config)
         self.strategy = parallel.choose(self.settings, self.world, options)
+        self.strategy.adjust_precision(self.precision, self)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         check_mode(scheduler_mode)
@@ -448,7 +448,7 @@ class Accelerator(ReplaceableSteps):
         return self.project_configuration.iteration
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> Any:
         """The active DeepSpeedPlugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
+from . import seams
 from .callers import warn_of_old_spelling
 from .devices.hardware import is_bf16_available
 from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
-from .errors import MissingDependency, SettingError
-from .guests.deepspeed.plugin import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
+from .errors import SettingError
 from .logging import install_rich_tracebacks
-from .optional import MEGATRON_REMEDY, is_installed, require
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
@@ -28,11 +26,11 @@ from .precision import choose as choose_precision
 from .seams import loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
+from .settings.tree import ROWS, Group
 
 if TYPE_CHECKING:
     import torch
 
-    from .guests.megatron.plugin import MegatronLMPlugin
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from .plugins.recompute import ActivationCheckpointing
     from .precision.fp8 import Fp8Functions, Fp8Request
     from .settings.labels import RNGType
-    from .settings.megatron import MegatronOptions
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.accumulation import GradientState
@@ -56,14 +53,13 @@ NAMES_OF_ACCELERATOR: Final = {
     "hooks.align": "get_state_dict_offloaded_model",
     "parallel.fsdp.files": "fsdp2_prepare_model",
     "plugins.data": "DataLoaderConfiguration",
-    "guests.deepspeed.plugin": "DeepSpeedPlugin",
     "plugins.handlers": "TorchDynamoPlugin AutocastKwargs ProfileKwargs ProjectConfiguration",
     "plugins.fp8": "TERecipeKwargs",
     "plugins.fsdp": "FullyShardedDataParallelPlugin",
-    "guests.megatron.plugin": "MegatronLMPlugin",
     "plugins.parallelism": "ParallelismConfig TorchTensorParallelPlugin",
     "precision.fp8_ao": "convert_model_to_fp8_ao",
     "precision.fp8_te": "apply_fp8_autowrap convert_model",
+    "utils": "DeepSpeedPlugin MegatronLMPlugin",
 }
 
 
@@ -288,14 +284,12 @@ def complete_plugins(
             plugin.set_mixed_precision(settings.run.mixed_precision)
         variables = {"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version}
         env.set_variables_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
-    if settings.deepspeed is not None:
-        given = arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"] or None
-        plugins.deepspeed = deepspeed_plugins(settings, given, known)
-        settings.deepspeed = active_plugin(plugins.deepspeed)
-        env.set_variables_for(owner, {"ACCELERATE_USE_DEEPSPEED": True})
-    if settings.megatron is not None:
-        settings.megatron = plugins.megatron = megatron_plugin(settings, settings.megatron)
-        env.set_variables_for(owner, {"ACCELERATE_USE_MEGATRON_LM": True})
+    for row in ROWS:
+        if row.is_engine and getattr(settings, row.name) is not None:
+            made, active = _complete_of(row, settings)(settings, arguments, known)
+            setattr(plugins, row.name, made)
+            setattr(settings, row.name, active)
+            env.set_variables_for(owner, {str(settings.option_at(row.condition).env): True})
     if settings.parallelism is not None:
         from .plugins.parallelism import ParallelismConfig
 
@@ -304,55 +298,14 @@ def complete_plugins(
     return plugins
 
 
-def deepspeed_plugins(
-    settings: Settings, given: object, known: Mapping[str, Any]
-) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin]:
-    """Return the DeepSpeedPlugin, or several by name of which one is in use, in the run's precision.
+def _complete_of(group: Group, settings: Settings) -> Callable[..., tuple[object, object]]:
+    """Return the function of a guest that completes the engine's plugin.
 
     Raises:
-        MissingDependency: DeepSpeed isn't installed, or is too old.
-        NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
+        SettingError: the guest's folder isn't there.
     """
-    if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
-        asked = settings.quote("paradigm.use_deepspeed")
-        require("deepspeed", "deepspeed", purpose=f"DeepSpeed, asked for by {asked},", at_least=DEEPSPEED_FLOOR)
-    earlier: dict[str, DeepSpeedPlugin] | None = known.get("deepspeed_plugins")
-    if earlier is not None:
-        if given is not None:
-            raise NotImplementedError(
-                "You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`. Please make sure the "
-                "first `Accelerator` is initialized with all the plugins you want to use, as a dictionary by name."
-            )
-        return earlier
-    assert settings.deepspeed is not None
-    found: Any = DeepSpeedPlugin.of(settings.deepspeed) if given is None else given
-    every: list[object] = list(found.values()) if isinstance(found, dict) else [found]
-    for plugin in every:
-        if not isinstance(plugin, DeepSpeedPlugin):
-            raise TypeError(f"`deepspeed_plugin` has to hold DeepSpeedPlugin objects, not {type(plugin).__name__}.")
-        plugin.set_mixed_precision(str(settings.run.mixed_precision))
-    (next(iter(found.values())) if isinstance(found, dict) else found).select(_from_accelerator_state=True)
-    return found
-
-
-def megatron_plugin(settings: Settings, options: MegatronOptions) -> MegatronLMPlugin:
-    """Return ``options`` as a MegatronLMPlugin, in the run's precision.
-
-    Raises:
-        MissingDependency: Megatron-LM isn't installed.
-    """
-    try:
-        importlib.import_module("megatron.training")
-    except ImportError as error:
-        raise MissingDependency(
-            f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). "
-            f"{MEGATRON_REMEDY}"
-        ) from error
-    from .guests.megatron.plugin import MegatronLMPlugin
-
-    plugin = MegatronLMPlugin.of(options)
-    plugin.set_mixed_precision(str(settings.run.mixed_precision))
-    return plugin
+    seams.check_is_there(group.name, settings.quote(group.condition))
+    return seams.load(seams.guests()[group.name].plugin)
 
 
 def mesh(world: World, plugins: Plugins) -> Mesh:
@@ -361,13 +314,11 @@ def mesh(world: World, plugins: Plugins) -> Mesh:
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
     """
-    megatron, config = plugins.megatron, plugins.parallelism
-    if megatron is not None:
-        tp, pp, cp = megatron.tp_degree, megatron.pp_degree, megatron.context_parallel_size or 1
-        return Mesh.of(world, dp_replicate=max(1, world.size // (tp * pp * cp)), tp=tp, pp=pp, cp=cp)
+    config = plugins.parallelism
     if config is None:
-        cuts = 1 if plugins.deepspeed is None else active_plugin(plugins.deepspeed).tensor_parallel_size
-        return Mesh.of(world, dp_replicate=world.size // cuts, tp=cuts)
+        axes = {} if plugins.engine is None else plugins.engine.mesh_axes
+        tp, pp, cp = (axes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+        return Mesh.of(world, dp_replicate=max(1, world.size // (tp * pp * cp)), tp=tp, pp=pp, cp=cp)
     config.fit(world.size, plugins.fsdp)
     _check_engines(config, plugins.fsdp is not None, plugins.deepspeed is not None)
     return config.mesh(world)
@@ -417,7 +368,7 @@ def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -
     """
     asked = settings.run.mixed_precision
     if parameter_dtype is not None:
-        engine = "deepspeed" if settings.deepspeed is not None else "megatron" if settings.megatron is not None else ""
+        engine = next((row.name for row in ROWS if row.is_engine and getattr(settings, row.name) is not None), "")
         if asked != "no" or engine:
             other = f"{engine}, which decides the dtype itself" if engine else settings.quote("run.mixed_precision")
             raise SettingError(f"parameter_dtype={parameter_dtype} contradicts {other}. Keep one of them.")
@@ -496,18 +447,9 @@ def precision(
         fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )
-    if plugins.deepspeed is not None or plugins.megatron is not None:
+    if plugins.engine is not None:
         chosen.scaler = None  # the engine scales losses itself
     return chosen
-
-
-def downcast_on_xla(precision: Precision, world: World, owner: object) -> None:
-    """Let XLA cast all tensors if the device computes in bf16 that way; ``owner`` is the Accelerator."""
-    if world.kind.runtime:
-        from .guests.xla import strategy as xla
-
-        if xla.cast_everything(precision.label, owner):
-            precision.is_autocast = False  # the device has no float32 to cast from
 
 
 def parallelism(

@@ -138,6 +138,26 @@ class LoopHooks:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One parallelism strategy, imported when it is chosen.
+
+    Args:
+        module: of the class, an absolute name.
+        name: of the class.
+        suits: ``(settings, world) -> bool``, whether the strategy trains such a run.
+    """
+
+    module: str
+    name: str
+    suits: Callable[..., bool]
+
+    def load(self) -> Any:
+        """Import and return the class."""
+        return load(f"{self.module}:{self.name}")
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
     """The rows by which one guest attaches; modules are absolute names, imported when they are needed.
@@ -149,12 +169,18 @@ class Guest:
         runs: functions, each as ``module:function``, that are called once with each Accelerator as soon as it is
             constructed, and with what it was asked for under the name of the guest's folder (None: nothing). They
             return a :class:`LoopHook`, or None.
+        strategies: parallelism strategies.
+        plugin: of an engine that trains in the core's place, ``module:function``, called with the settings, the
+            Accelerator's arguments and the state of the first Accelerator. It returns the plugin, or several by name,
+            and the one in use, in the run's precision. The engine's group of settings has the name of the folder.
     """
 
     commands: tuple[Command, ...] = ()
     launch_flags: tuple[LaunchFlag, ...] = ()
     engines: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    strategies: tuple[Candidate, ...] = ()
+    plugin: str = ""
 
 
 @cache
@@ -200,6 +226,11 @@ def check_is_there(name: str, asked: str) -> None:
             f"{asked} needs the folder accelerate/guests/{name}, which this installation doesn't have. Leave it out, "
             "or install all of accelerate."
         )
+
+
+def strategies() -> tuple[Candidate, ...]:
+    """Return the strategies that guests bring."""
+    return tuple(candidate for guest in guests().values() for candidate in guest.strategies)
 
 
 def guests_of_others() -> Iterator[Guest]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast, final, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final, overload
 
 import torch
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .guests.deepspeed.plugin import DeepSpeedPlugin
-    from .guests.megatron.plugin import MegatronLMPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, TorchDynamoPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+    from .settings.deepspeed import DeepSpeedOptions
+    from .settings.megatron import MegatronOptions
     from .settings.run import Settings
 
 __all__ = [
@@ -348,10 +348,10 @@ class AcceleratorState(_View):
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     dynamo_plugin: TorchDynamoPlugin | None
-    deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
+    deepspeed_plugins: Mapping[str, Any] | None
     fsdp_plugin: FullyShardedDataParallelPlugin
     torch_tp_plugin: TorchTensorParallelPlugin | None
-    megatron_lm_plugin: MegatronLMPlugin
+    megatron_lm_plugin: MegatronOptions
     parallelism_config: ParallelismConfig | None
     device_mesh: DeviceMesh | None
 
@@ -360,10 +360,10 @@ class AcceleratorState(_View):
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugin: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        megatron_lm_plugin: MegatronOptions | None = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
@@ -416,7 +416,7 @@ class AcceleratorState(_View):
         self._mixed_precision = str(settings.run.mixed_precision)
         self.dynamo_plugin = plugins.dynamo
         deepspeed = plugins.deepspeed
-        if deepspeed is not None and not isinstance(deepspeed, dict):
+        if deepspeed is not None and not isinstance(deepspeed, Mapping):
             deepspeed = {"default": deepspeed}
         self.deepspeed_plugins = deepspeed
         self.torch_tp_plugin = plugins.torch_tp
@@ -424,7 +424,7 @@ class AcceleratorState(_View):
         if plugins.fsdp is not None:
             self.fsdp_plugin = plugins.fsdp
         if plugins.megatron is not None:
-            self.megatron_lm_plugin = cast("MegatronLMPlugin", plugins.megatron)
+            self.megatron_lm_plugin = plugins.megatron
         self.parallelism_config = plugins.parallelism
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
@@ -489,15 +489,12 @@ class AcceleratorState(_View):
         return plugin is not None and plugin.fsdp_version == 2
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed plugin in use, or None."""
-        if not self.deepspeed_plugins:
-            return None
-        from .guests.deepspeed.plugin import get_active_deepspeed_plugin
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeedPlugin in use, or None."""
+        plugins = self.deepspeed_plugins
+        return next(plugin for plugin in plugins.values() if plugin.selected) if plugins else None
 
-        return get_active_deepspeed_plugin(self)
-
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+    def get_deepspeed_plugin(self, name: str) -> Any:
         """Return the DeepSpeed plugin called `name`."""
         return (self.deepspeed_plugins or {})[name]
 

@@ -66,6 +66,12 @@ for command in commands().values():
     load(f"{command.module}:{command.parser}")()
 assert main(["--help"]) == 0 and main(["launch", "--cpu", "--num_processes", "2", "--dry-run", "-m", "json.tool"]) == 0
 assert engines()
+
+# Public addresses of the others' names, as the names of a guest are imported when they are used.
+import accelerate.utils
+for found in pkgutil.iter_modules(accelerate.utils.__path__, "accelerate.utils."):
+    importlib.import_module(found.name)
+assert accelerate.utils.FullyShardedDataParallelPlugin and accelerate.utils.other.save
 """
 
 
@@ -75,6 +81,24 @@ def without(names: list[str], folder: Path) -> dict[str, str]:
     for name in names:
         shutil.rmtree(folder / "accelerate" / "guests" / name)
     return {**os.environ, "PYTHONPATH": str(folder), "ACCELERATE_USE_CPU": "true", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+#: Its plugin is asked for where its guest is missing.
+REFUSE = """
+import sys
+from accelerate import Accelerator
+try:
+    Accelerator(cpu=True)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("name", "switch"), [("deepspeed", "USE_DEEPSPEED"), ("megatron", "USE_MEGATRON_LM")])
+def test_an_engine_without_its_guest_is_refused_by_name(name: str, switch: str, tmp_path: Path) -> None:
+    environment = without([name], tmp_path) | {f"ACCELERATE_{switch}": "true"}
+    refused = run_fresh(REFUSE, environment=environment)
+    assert f"ACCELERATE_{switch}" in refused.stdout and f"guests/{name}" in refused.stdout, refused
 
 
 @pytest.mark.parametrize("name", GUESTS)

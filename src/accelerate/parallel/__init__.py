@@ -5,13 +5,14 @@ A strategy's file is imported when it is chosen, so that no strategy pays for th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
+from .. import seams
 from ..distributed.world import World
+from ..errors import NotBuilt
 from ..lazy import names_from
+from ..seams import Candidate
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +28,6 @@ __all__ = [
     "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "check_hardware", "choose",
     "is_placed_by_map", "reduction_orders", "restore_reduction_orders", "stream_weights",
 ]  # fmt: skip
-
-
-@final
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy's class by its module and name, and the condition on settings and world under which it is chosen."""
-
-    module: str  # absolute, or relative to this package (".ddp")
-    name: str
-    suits: Callable[[Settings, World], bool]
-
-    def load(self) -> type[Strategy]:
-        """Import and return the class."""
-        return getattr(importlib.import_module(self.module, __name__), self.name)
 
 
 def _shards(version: int) -> Callable[[Settings, World], bool]:
@@ -66,31 +53,35 @@ def _awaits_shards(settings: Settings, world: World) -> bool:
     return world.size > 1 and config is not None and (config.dp_shard_size > 1 or config.tp_size > 1)
 
 
-_ADOPTED = Candidate(".adopted", "Adopted", _awaits_shards)
+_ADOPTED = Candidate(f"{__name__}.adopted", "Adopted", _awaits_shards)
 
-#: The candidates; the first that suits is chosen.
+#: The core's own candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
-    Candidate(".kept_replicas", "KeptReplicas", lambda settings, world: world.replicas is not None),
-    # Devices whose runtime connects its processes itself.
-    Candidate("..guests.xla.strategy", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
-    Candidate("..guests.deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
-    Candidate("..guests.megatron.strategy", "Megatron", lambda settings, world: settings.megatron is not None),
-    Candidate(".pipeline.strategy", "Pipeline", _splits_layers),
-    Candidate(".fsdp.fsdp2", "FullyShard", _shards(2)),
-    Candidate(".fsdp.fsdp1", "FlatShard", _shards(1)),
-    Candidate(".tensor_parallel", "TensorParallel", _cuts_layers),
+    Candidate(f"{__name__}.kept_replicas", "KeptReplicas", lambda settings, world: world.replicas is not None),
+    Candidate(f"{__name__}.pipeline.strategy", "Pipeline", _splits_layers),
+    Candidate(f"{__name__}.fsdp.fsdp2", "FullyShard", _shards(2)),
+    Candidate(f"{__name__}.fsdp.fsdp1", "FlatShard", _shards(1)),
+    Candidate(f"{__name__}.tensor_parallel", "TensorParallel", _cuts_layers),
     _ADOPTED,
-    Candidate(".ddp", "SingleDevice", lambda settings, world: world.size == 1),
-    Candidate(".ddp", "DataParallel", lambda settings, world: world.size > 1),
+    Candidate(f"{__name__}.ddp", "SingleDevice", lambda settings, world: world.size == 1 and not world.kind.runtime),
+    Candidate(f"{__name__}.ddp", "DataParallel", lambda settings, world: world.size > 1 and not world.kind.runtime),
 )
 
 
 def choose(settings: Settings, world: World, options: StrategyOptions) -> Strategy:
-    """Return the strategy that ``settings`` ask for in ``world``."""
-    for candidate in ORDER:
+    """Return the strategy that ``settings`` ask for in ``world``; guests are asked after the first row of `ORDER`.
+
+    Raises:
+        NotBuilt: the guest that trains on such devices is missing.
+    """
+    first, *others = ORDER
+    for candidate in (first, *seams.strategies(), *others):
         if candidate.suits(settings, world):
             return candidate.load()(world, options)
-    raise AssertionError(f"No strategy for a world of {world.size}: DataParallel takes every world of several.")
+    raise NotBuilt(
+        f"This installation has no strategy for {world.size} processes on {world.kind.name} devices: the part of "
+        "accelerate that trains on them is missing. Install accelerate again."
+    )
 
 
 def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Strategy:

@@ -107,6 +107,9 @@ class Strategy(ABC):
         """Return True if this strategy has sharded ``model``."""
         return False
 
+    def adjust_precision(self, precision: Precision, owner: object) -> None:
+        """Change ``precision`` to how the devices compute; ``owner`` is the Accelerator."""
+
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:

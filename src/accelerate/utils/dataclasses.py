@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ..guests.deepspeed.plugin import DeepSpeedPlugin
-from ..guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..lazy import names_from
 from ..nested import TensorInformation
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.ddp import DistributedDataParallelKwargs
@@ -40,6 +42,11 @@ from ..settings.labels import (
     RNGType,
     SageMakerDistributedType,
 )
+
+if TYPE_CHECKING:
+    from ..guests.deepspeed.plugin import DeepSpeedPlugin
+    from ..guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
+
 
 __all__ = [
     "AORecipeKwargs",
@@ -80,3 +87,12 @@ __all__ = [
     "add_model_config_to_megatron_parser",
     "get_module_class_from_name",
 ]
+
+__getattr__: Callable[[str], Any] = names_from(
+    __name__,
+    "accelerate",
+    {
+        "guests.deepspeed.plugin": "DeepSpeedPlugin",
+        "guests.megatron.plugin": "MegatronLMPlugin add_model_config_to_megatron_parser",
+    },
+)

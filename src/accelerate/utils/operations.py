@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from ..devices.table import is_torch_xpu_tensor
 from ..distributed.collectives import (
     CannotPadNestedTensorWarning,
@@ -17,7 +20,7 @@ from ..distributed.collectives import (
     verify_operation,
 )
 from ..errors import DistributedOperationException
-from ..guests.deepspeed.engine import GatheredParameters
+from ..lazy import names_from
 from ..nested import (
     TensorInformation,
     concatenate,
@@ -39,6 +42,10 @@ from ..nested import (
     slice_tensors,
 )
 from ..precision.base import ConvertOutputsToFp32, convert_outputs_to_fp32
+
+if TYPE_CHECKING:
+    from ..guests.deepspeed.engine import GatheredParameters
+
 
 __all__ = [
     "GatheredParameters",
@@ -76,3 +83,7 @@ __all__ = [
     "slice_tensors",
     "verify_operation",
 ]
+
+__getattr__: Callable[[str], Any] = names_from(
+    __name__, "accelerate", {"guests.deepspeed.engine": "GatheredParameters"}
+)

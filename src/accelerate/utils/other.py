@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from ..checkpointing import clean_state_dict_for_safetensors, load, save
 from ..devices.memory import convert_bytes
 from ..distributed.process_control import wait_for_everyone
-from ..guests.xla.launcher import install_xla
+from ..lazy import names_from
 from ..modules import (
     get_model_tp_size,
     get_module_children_bottom_up,
@@ -26,6 +29,10 @@ from ..parallel.compile import (
 from ..parallel.rebind import extract_model_from_parallel
 from ..ports import get_free_port, is_port_in_use
 from ..versions import check_os_kernel
+
+if TYPE_CHECKING:
+    from ..guests.xla.launcher import install_xla
+
 
 __all__ = [
     "check_os_kernel",
@@ -52,3 +59,5 @@ __all__ = [
     "save",
     "wait_for_everyone",
 ]
+
+__getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", {"guests.xla.launcher": "install_xla"})

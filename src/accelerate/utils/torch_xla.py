@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from ..guests.xla.launcher import install_xla
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..lazy import names_from
+
+if TYPE_CHECKING:
+    from ..guests.xla.launcher import install_xla
+
 
 __all__ = ["install_xla"]
+
+__getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", {"guests.xla.launcher": "install_xla"})

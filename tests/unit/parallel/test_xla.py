@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import parallel as strategies
+from accelerate import seams
 from accelerate.devices import table as devices
 from accelerate.distributed.world import World
 from accelerate.errors import SettingError
@@ -58,7 +58,7 @@ def made(size: int = 2, **plugins: Any) -> tuple[XlaDevices, GradientState]:
 
 
 def test_it_suits_devices_with_a_runtime_of_their_own() -> None:
-    candidate = next(one for one in strategies.ORDER if one.name == "XlaDevices")
+    candidate = next(one for one in seams.strategies() if one.name == "XlaDevices")
     assert candidate.load() is XlaDevices
     assert candidate.suits(None, World.pretend(kind=XLA))
     assert not candidate.suits(None, World.pretend(kind=devices.CPU))

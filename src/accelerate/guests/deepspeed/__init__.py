@@ -1,9 +1,15 @@
-"""DeepSpeed's own launcher, which starts the processes of all hosts of a hostfile."""
+"""DeepSpeed: its strategy, the plugin of its options, and its launcher for the hosts of a hostfile."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ...seams import Guest
+from ...seams import Candidate, Guest
 
-GUEST: Final = Guest(engines=(f"{__name__}.launcher:DeepSpeedLauncher",))
+GUEST: Final = Guest(
+    engines=(f"{__name__}.launcher:DeepSpeedLauncher",),
+    strategies=(
+        Candidate(f"{__name__}.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
+    ),
+    plugin=f"{__name__}.plugin:complete",
+)

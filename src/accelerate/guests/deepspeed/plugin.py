@@ -28,6 +28,8 @@ from ...settings.fp8 import MSAMP_IS_GONE
 if TYPE_CHECKING:
     import torch
 
+    from ...settings.tree import Settings
+
 #: The oldest DeepSpeed whose engine this package drives.
 DEEPSPEED_FLOOR: Final = "0.9.3"
 #: Fields of the plugin -> the corresponding entries of DeepSpeed's document.
@@ -232,6 +234,11 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         """The number of ranks over which DeepSpeed shards each layer (AutoTP)."""
         return int(self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
 
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The axis of tensor parallelism, along which DeepSpeed cuts the model."""
+        return {"tp": self.tensor_parallel_size}
+
     def is_zero3_init_enabled(self) -> bool:
         """Return True if parameters are sharded while a model is built."""
         return bool(self.zero3_init_flag)
@@ -320,6 +327,38 @@ def active_plugin(plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> D
     if isinstance(plugins, Mapping):
         return next(plugin for plugin in plugins.values() if plugin.selected)
     return plugins
+
+
+def complete(
+    settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]
+) -> tuple[DeepSpeedPlugin | dict[str, DeepSpeedPlugin], DeepSpeedPlugin]:
+    """Return the DeepSpeedPlugin, or several by name, and the one in use, in the run's precision.
+
+    Raises:
+        MissingDependency: DeepSpeed isn't installed, or is too old.
+        NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
+    """
+    if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
+        asked = settings.quote("paradigm.use_deepspeed")
+        require("deepspeed", "deepspeed", purpose=f"DeepSpeed, asked for by {asked},", at_least=DEEPSPEED_FLOOR)
+    given = arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"] or None
+    earlier: dict[str, DeepSpeedPlugin] | None = known.get("deepspeed_plugins")
+    if earlier is not None:
+        if given is not None:
+            raise NotImplementedError(
+                "You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`. Please make sure the "
+                "first `Accelerator` is initialized with all the plugins you want to use, as a dictionary by name."
+            )
+        return earlier, active_plugin(earlier)
+    assert settings.deepspeed is not None
+    found: Any = DeepSpeedPlugin.of(settings.deepspeed) if given is None else given
+    every: list[object] = list(found.values()) if isinstance(found, dict) else [found]
+    for plugin in every:
+        if not isinstance(plugin, DeepSpeedPlugin):
+            raise TypeError(f"`deepspeed_plugin` has to hold DeepSpeedPlugin objects, not {type(plugin).__name__}.")
+        plugin.set_mixed_precision(str(settings.run.mixed_precision))
+    (next(iter(found.values())) if isinstance(found, dict) else found).select(_from_accelerator_state=True)
+    return found, active_plugin(found)
 
 
 # --------------------------------------------------------------------------------------------------

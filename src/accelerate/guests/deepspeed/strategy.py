@@ -47,7 +47,7 @@ from .engine import (
     Engine,
     map_pytorch_optim_to_deepspeed,
 )
-from .plugin import DeepSpeedPlugin, active_plugin
+from .plugin import DeepSpeedPlugin
 from .sequence import Ulysses
 from .state import EngineState, full_weights
 
@@ -82,9 +82,9 @@ class DeepSpeed(Strategy):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The DeepSpeedPlugin in use, as it is now."""
-        plugins = self.options.plugins.deepspeed
-        assert plugins is not None  # this strategy is chosen for them
-        return active_plugin(plugins)
+        plugin = self.options.plugins.engine
+        assert isinstance(plugin, DeepSpeedPlugin)  # this strategy is chosen for it
+        return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
 

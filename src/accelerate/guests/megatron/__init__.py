@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...seams import Guest
+from ...seams import Candidate, Guest
 
-GUEST: Final = Guest()
+GUEST: Final = Guest(
+    strategies=(Candidate(f"{__name__}.strategy", "Megatron", lambda settings, world: settings.megatron is not None),),
+    plugin=f"{__name__}.plugin:complete",
+)

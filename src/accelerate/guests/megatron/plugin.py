@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...errors import SettingError
+from ...errors import MissingDependency, SettingError
+from ...optional import MEGATRON_REMEDY
 from ...plugins.handlers import LaunchedOptions
 from ...plugins.placeholder import Placeholder
 from ...settings.megatron import MegatronOptions, option_names
+
+if TYPE_CHECKING:
+    from ...settings.tree import Settings
 
 #: A batch of named tensors, from which the length of the sequences is read.
 Batch = Mapping[str, torch.Tensor]
@@ -47,6 +52,11 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The degrees of Megatron's tensor, pipeline and context parallelism."""
+        return {"tp": self.tp_degree, "pp": self.pp_degree, "cp": self.context_parallel_size or 1}
 
     def _set_ddp_implementation(self, *, local: bool) -> None:
         self.DDP_impl = "local" if local else "torch"
@@ -124,6 +134,27 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         if self.lr_warmup_samples is None:
             self.lr_warmup_samples: int | None = 0
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in option_names("schedule")})
+
+
+def complete(
+    settings: Settings, arguments: Mapping[str, object], known: Mapping[str, object]
+) -> tuple[MegatronLMPlugin, MegatronLMPlugin]:
+    """Return the MegatronLMPlugin, in the run's precision.
+
+    Raises:
+        MissingDependency: Megatron-LM isn't installed.
+    """
+    try:
+        importlib.import_module("megatron.training")
+    except ImportError as error:
+        raise MissingDependency(
+            f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). "
+            f"{MEGATRON_REMEDY}"
+        ) from error
+    assert settings.megatron is not None
+    plugin = MegatronLMPlugin.of(settings.megatron)
+    plugin.set_mixed_precision(str(settings.run.mixed_precision))
+    return plugin, plugin
 
 
 # --------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class GPTTrainStep(AbstractTrainStep):
     def get_forward_step_func(self) -> ForwardStep:
         """Return a forward step whose model computes the loss of every token."""
 
-        def forward_step(iterator: Any, model: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ComputeLoss]:
+        def forward_step(iterator: object, model: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ComputeLoss]:
             tokens, labels, loss_mask, attention_mask, positions = self.get_batch(iterator)
             return model(tokens, positions, attention_mask, labels=labels), partial(self.loss_func, loss_mask)
 
@@ -121,8 +121,10 @@ class GPTTrainStep(AbstractTrainStep):
         """Return ``custom_loss_function``, or the mean over the tokens that count."""
         return accelerator.state.megatron_lm_plugin.custom_loss_function or self._mean
 
-    def _mean(self, mask: torch.Tensor, output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        losses, logits = output if getattr(self.args, "return_logits", False) else (output, None)
+    def _mean(
+        self, mask: torch.Tensor, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        losses, logits = output if isinstance(output, tuple) else (output, None)  # with `return_logits`
         loss = (losses.float() * mask).sum() / mask.sum()
         logged = {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
         return loss, logged if logits is None else {**logged, "logits": logits}

@@ -58,7 +58,7 @@ class Megatron(Strategy):
     @property
     def plugin(self) -> MegatronLMPlugin:
         """The MegatronLMPlugin, as it is now."""
-        plugin = self.options.plugins.megatron
+        plugin = self.options.plugins.engine
         assert isinstance(plugin, MegatronLMPlugin)  # this strategy is chosen for it
         return plugin
 

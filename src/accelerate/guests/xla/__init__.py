@@ -1,10 +1,10 @@
-"""Launch on TPUs: the devices of this host, or of a pod; and ``accelerate tpu-config``."""
+"""XLA devices: their strategy, the launcher of TPUs, and ``accelerate tpu-config``."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ...seams import Command, Guest
+from ...seams import Candidate, Command, Guest
 
 GUEST: Final = Guest(
     commands=(
@@ -16,4 +16,6 @@ GUEST: Final = Guest(
         ),
     ),
     engines=(f"{__name__}.launcher:Tpu",),
+    # Devices whose runtime connects its processes itself.
+    strategies=(Candidate(f"{__name__}.strategy", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),),
 )

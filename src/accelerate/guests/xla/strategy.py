@@ -85,6 +85,11 @@ class XlaDevices(Strategy):
         """The FullyShardedDataParallelPlugin, as it is now; None without one."""
         return self.options.plugins.fsdp
 
+    def adjust_precision(self, precision: Precision, owner: object) -> None:
+        """Let XLA cast all tensors if the device computes in bf16 that way."""
+        if cast_everything(precision.label, owner):
+            precision.is_autocast = False  # the device has no float32 to cast from
+
     # -- placing -------------------------------------------------------------------------------------------
 
     def place_model(
