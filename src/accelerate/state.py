@@ -24,6 +24,7 @@ from .plugins import Plugins
 from .precision import choose as choose_precision
 from .settings.env import flag, restore_variables
 from .settings.labels import DistributedType
+from .settings.tree import ROWS
 from .training.accumulation import GradientState
 
 if TYPE_CHECKING:
@@ -429,15 +430,11 @@ class AcceleratorState(_View):
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
         self.use_ipex: bool | None = None
-        paradigms = (
-            (settings.deepspeed, DistributedType.DEEPSPEED),
-            (settings.megatron, DistributedType.MEGATRON_LM),
-            (settings.fsdp, DistributedType.FSDP),
-        )
-        chosen = next((label for options, label in paradigms if options is not None), None)
+        asked = (row.paradigm for row in ROWS if row.paradigm and getattr(settings, row.name) is not None)
+        chosen = next(asked, None)
         is_xla = bool(world.kind.runtime)  # sharding is a way of compiling there
         if chosen is not None and not is_xla and (world.backend is not None or settings.fsdp is None):
-            self.distributed_type = chosen
+            self.distributed_type = DistributedType(chosen)
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:
         wrong = made = ""

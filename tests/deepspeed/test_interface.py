@@ -297,7 +297,7 @@ def test_what_only_the_engine_can_do_is_refused_in_words() -> None:
         accelerator, model, _, loader = prepared(1)
         with pytest.raises(PreparationError, match="gradient_clipping"):
             accelerator.clip_grad_value_(model.parameters(), 1.0)
-        with pytest.raises(PreparationError, match="DEEPSPEED"):
+        with pytest.raises(PreparationError, match="DeepSpeed's engine updates"):
             accelerator.backward_in_parts(lambda part: loss_of(model, part), next(iter(loader)))
         with pytest.raises(PreparationError, match="2-norm"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))

@@ -16,7 +16,7 @@ from ..settings import env, file
 from ..settings.document import read_whole_layer
 from ..settings.option import options_of
 from ..settings.run import check_launchable, collect
-from ..settings.tree import Settings, launch_options_of
+from ..settings.tree import PARADIGMS, Settings, launch_options_of
 from . import preflight
 from .plan import Program
 
@@ -25,9 +25,7 @@ PER_DEVICE: Final = ("auto", "gpu")
 #: What chooses a distributed type on a command line; the others are `--multi_gpu`.
 _FLAGS_OF_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
     "MULTI_CPU": ("--cpu",),
-    "FSDP": ("--use_fsdp",),
-    "DEEPSPEED": ("--use_deepspeed",),
-    "MEGATRON_LM": ("--use_megatron_lm",),
+    **{label: (f"--{condition.partition('.')[2]}",) for label, condition in PARADIGMS.items()},
     "XLA": ("--tpu",),
 }
 _NO_COMMAND: Final = "there is no such command on the PATH"

@@ -14,9 +14,11 @@ from ..distributed.membership import Membership
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..settings.labels import DistributedType
+from ..settings.tree import ROWS
 from .base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 
-_REFUSED: Final = ("fsdp", "deepspeed", "megatron", "parallelism")
+#: The groups of settings that ask for another strategy, and the plugins of the same names.
+_REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
 
 
 @final
