@@ -76,7 +76,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy", "matrix_optimizer", "matrix_exchange", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
-        "held_tensors", "replica_check", "recorded_pass", "python_state",
+        "held_tensors",
     }
 )  # fmt: skip
 
@@ -97,6 +97,7 @@ HEAVY_IMPORTS: Final = (
 HEAVY_FILES: Final = frozenset(
     [
         "estimate/",
+        "guests/checks/",
         "guests/estimate/",
         "guests/pretend/",
         "inference.py",
@@ -110,10 +111,6 @@ HEAVY_FILES: Final = frozenset(
         "parallel/matrix_exchange.py",
         "parallel/matrix_optimizer.py",
         "parallel/layout.py",
-        "parallel/hardware_check.py",
-        "parallel/python_state.py",
-        "parallel/recorded_pass.py",
-        "parallel/replica_check.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/state.py",

@@ -16,7 +16,15 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.errors import HardwareError, HardwareWarning, SettingError
-from accelerate.parallel.hardware_check import _AGAIN, _FOR_ANOTHER, _MEMORY, _NEIGHBOUR, _UPDATE, _Finding, _verdict
+from accelerate.guests.checks.hardware_check import (
+    _AGAIN,
+    _FOR_ANOTHER,
+    _MEMORY,
+    _NEIGHBOUR,
+    _UPDATE,
+    _Finding,
+    _verdict,
+)
 from accelerate.utils import GradScalerKwargs
 from tests.ranks import run_on_ranks
 

@@ -17,11 +17,11 @@ from ..seams import Candidate
 if TYPE_CHECKING:
     import torch
 
+    from ..guests.checks.hardware_check import check_hardware
+    from ..guests.checks.replica_check import Replicas
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
-    from .hardware_check import check_hardware
-    from .replica_check import Replicas
     from .streaming.stream import stream_weights
 
 __all__ = [
@@ -122,12 +122,12 @@ def unadopted(strategy: Strategy) -> Strategy:
 
 __getattr__: Callable[[str], Any] = names_from(
     __name__,
-    __name__,
+    "accelerate",
     {
-        "base": "Strategy StrategyOptions is_placed_by_map",
-        "ddp": "reduction_orders restore_reduction_orders",
-        "hardware_check": "check_hardware",
-        "replica_check": "Replicas",
-        "streaming.stream": "stream_weights",
+        "parallel.base": "Strategy StrategyOptions is_placed_by_map",
+        "parallel.ddp": "reduction_orders restore_reduction_orders",
+        "guests.checks.hardware_check": "check_hardware",
+        "guests.checks.replica_check": "Replicas",
+        "parallel.streaming.stream": "stream_weights",
     },
 )

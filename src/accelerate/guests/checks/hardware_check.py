@@ -22,18 +22,18 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.collectives import gather_object
-from ..distributed.random import capture_rng_states, restore_rng_states
-from ..distributed.world import World
-from ..errors import HardwareError, HardwareWarning, SettingError
-from ..nested import recursively_apply
-from ..torch_private.modules import num_changes, set_step_hooks
-from ..training.optimizer import AcceleratedOptimizer
-from ..wording import some_ranks
-from .base import Strategy
-from .compile import has_compiled_regions
-from .gradient_norm import local_tensor
-from .matrix_optimizer import needs_whole_matrices
+from ...distributed.collectives import gather_object
+from ...distributed.random import capture_rng_states, restore_rng_states
+from ...distributed.world import World
+from ...errors import HardwareError, HardwareWarning, SettingError
+from ...nested import recursively_apply
+from ...parallel.base import Strategy
+from ...parallel.compile import has_compiled_regions
+from ...parallel.gradient_norm import local_tensor
+from ...parallel.matrix_optimizer import needs_whole_matrices
+from ...torch_private.modules import num_changes, set_step_hooks
+from ...training.optimizer import AcceleratedOptimizer
+from ...wording import some_ranks
 from .recorded_pass import Checksums, Forward, PassRecorder
 from .replica_check import checksum, has_bits, unwrapped
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 
-from ..torch_private.modules import gradient_hooks, num_changes
+from ...torch_private.modules import gradient_hooks, num_changes
 from .replica_check import has_bits
 
 #: Packages whose objects keep no state of a model, or are put back elsewhere.

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.random import capture_rng_states, restore_rng_states
-from ..nested import recursively_apply
-from ..torch_private.distributed import find_tensors
-from ..torch_private.modules import current_backward, num_changes
-from ..training.accumulation import GradientState
+from ...distributed.random import capture_rng_states, restore_rng_states
+from ...nested import recursively_apply
+from ...torch_private.distributed import find_tensors
+from ...torch_private.modules import current_backward, num_changes
+from ...training.accumulation import GradientState
 from .python_state import PythonState
 from .replica_check import checksum, has_bits
 

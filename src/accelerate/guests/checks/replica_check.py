@@ -20,11 +20,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..distributed.world import World
-from ..errors import ReplicaError, ReplicaWarning
-from ..wording import by_number, some_ranks
-from .gradient_norm import local_tensor
-from .state import ModelState
+from ...distributed.world import World
+from ...errors import ReplicaError, ReplicaWarning
+from ...parallel.gradient_norm import local_tensor
+from ...parallel.state import ModelState
+from ...wording import by_number, some_ranks
 
 logger = logging.getLogger(__name__)
 
