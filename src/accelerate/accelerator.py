@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, over
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import checkpointing, construction, monitoring, parallel, tracking
+from . import checkpointing, construction, monitoring, parallel, seams, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
@@ -1654,7 +1654,8 @@ class Accelerator(ReplaceableSteps):
             moment=self._moment,
         )
         if participants.has_all:
-            self._replicas().check(project.compare_replicas)
+            for hook in self.gradient_state.hooks.before_save:
+                hook()
         noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
         folder = checkpointing.save_run(
             self._run_state,
@@ -1695,10 +1696,7 @@ class Accelerator(ReplaceableSteps):
             accelerator.compare_replicas()  # raises if a rank's parameters have drifted
             ```
         """
-        self._replicas().check(action, operation="compare_replicas")
-
-    def _replicas(self) -> parallel.Replicas:
-        return parallel.Replicas(self.strategy.state, self._wrapped_models, self._optimizers, self.world)
+        seams.function_of("checks", "compare", asked="compare_replicas()")(self, action)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved in the background, if there is one, is committed.
@@ -1893,7 +1891,8 @@ class Accelerator(ReplaceableSteps):
         self._background.release_memory()
         self._micro_batches, self.step = None, 0
         self._windows.forget()
-        self.strategy.release()
+        for release in (*self.gradient_state.hooks.free_memory, self.strategy.release):
+            release()
         self._follow(parallel.unadopted(self.strategy))
         return release_memory(*objects)
 
@@ -2030,13 +2029,11 @@ class Accelerator(ReplaceableSteps):
                 watch.step(loss)
             ```
         """
-        if sdc_check or self.strategy.checks:  # costly to import
-            parallel.check_hardware(self.strategy, self._wrapped_models, self._optimizers, sdc_check, on_sdc)
-        self._loop, rules = None, monitoring.LossRules() if rules is _NOT_GIVEN else rules
-        self._run = monitoring.watch(
+        rules = monitoring.LossRules() if rules is _NOT_GIVEN else rules
+        self._loop, self._run = None, monitoring.watch_and_check(
             self, self._optimizers, every=every, callbacks=callbacks, total_steps=total_steps, rules=rules, flops=flops,
             print_line=print_line, log=log, resumed=self._noted_watch, compare_replicas=compare_replicas,
-            difference=lambda: self._replicas().difference(),
+            sdc_check=sdc_check, on_sdc=on_sdc,
         )  # fmt: skip
         return self._run
 
@@ -2102,6 +2099,7 @@ class Accelerator(ReplaceableSteps):
         self.mesh = options.mesh = construction.mesh(self.world, options.plugins)
         self.strategy = parallel.choose(self.settings, self.world, options)
         self._start_in_process()
+        construction.add_loop_hooks_to_copy(self)
         for model, prepared in zip(self._models, prepared_models, strict=True):
             if prepared is model and size != self.world.size:  # not wrapped for this world: prepare() does it anew
                 self._restore(model)

@@ -23,7 +23,7 @@ from .plugins.data import DataLoaderConfiguration
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
-from .seams import loop_hooks
+from .seams import LoopHook, check_is_there, loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
 from .settings.tree import ROWS, Group
@@ -486,6 +486,17 @@ def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
         from .training.kept_run import join_replicas
 
         hooks.add(join_replicas(held))
-    asked: object = held.settings.preemption if held.settings.preemption.save_on_signal else None
-    for hook in loop_hooks(run, {"preemption": asked if preemption is None else preemption}):
+    if held.project_configuration.compare_replicas == "raise":
+        check_is_there("checks", "ProjectConfiguration(compare_replicas='raise')")
+    options = held.settings.preemption
+    asked = options if preemption is None and options.save_on_signal else preemption
+    for hook in loop_hooks(run, {"preemption": asked}):
         hooks.add(hook)
+
+
+def add_loop_hooks_to_copy(run: object) -> None:
+    """Add the hooks that nothing has to ask for to the loop of ``run``, a copy in another process."""
+    hooks = cast("JoinedRun", run).gradient_state.hooks
+    if not hooks.of(LoopHook):  # else it shares the loop of an Accelerator of this process
+        for hook in loop_hooks(run, {}):
+            hooks.add(hook)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from .errors import SettingError
 
@@ -92,12 +92,21 @@ class LoopHook:
     def after_step(self, optimizer: object) -> None:
         """Run after a prepared ``optimizer`` has stepped."""
 
+    def before_save(self) -> None:
+        """Run where all ranks are about to save a checkpoint."""
+
+    def free_memory(self) -> None:
+        """Run where the Accelerator drops what it has prepared."""
+
     def asks_to_end(self) -> bool:
         """Return whether the script is to save and end, the same on all ranks (``Accelerator.preempted``)."""
         return False
 
     def end_run(self) -> None:
         """Run where the script calls ``end_training``."""
+
+
+Hook = TypeVar("Hook", bound=LoopHook)
 
 
 @final
@@ -113,6 +122,8 @@ class LoopHooks:
     after_backward: tuple[Callable[[object, object], None], ...]
     before_step: tuple[Callable[[object], None], ...]
     after_step: tuple[Callable[[object], None], ...]
+    before_save: tuple[Callable[[], None], ...]
+    free_memory: tuple[Callable[[], None], ...]
     asks_to_end: tuple[Callable[[], bool], ...]
     end_run: tuple[Callable[[], None], ...]
 
@@ -129,6 +140,10 @@ class LoopHooks:
         """Call ``hook`` no more."""
         self._hooks = tuple(one for one in self._hooks if one is not hook)
         self._list()
+
+    def of(self, kind: type[Hook]) -> tuple[Hook, ...]:
+        """Return the hooks of one class."""
+        return tuple(hook for hook in self._hooks if isinstance(hook, kind))
 
     def _list(self) -> None:
         for moment in LoopHooks.__annotations__:
@@ -169,6 +184,7 @@ class Guest:
         runs: functions, each as ``module:function``, that are called once with each Accelerator as soon as it is
             constructed, and with what it was asked for under the name of the guest's folder (None: nothing). They
             return a :class:`LoopHook`, or None.
+        functions: by names, functions that methods of the Accelerator call, each as ``module:function``.
         strategies: parallelism strategies.
         plugin: of an engine that trains in the core's place, ``module:function``, called with the settings, the
             Accelerator's arguments and the state of the first Accelerator. It returns the plugin, or several by name,
@@ -179,6 +195,7 @@ class Guest:
     launch_flags: tuple[LaunchFlag, ...] = ()
     engines: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    functions: Mapping[str, str] = field(default_factory=dict[str, str])
     strategies: tuple[Candidate, ...] = ()
     plugin: str = ""
 
@@ -213,6 +230,16 @@ def loop_hooks(run: object, asked: Mapping[str, object]) -> Iterator[LoopHook]:
             hook = load(target)(run, asked.get(name))
             if hook is not None:
                 yield hook
+
+
+def function_of(name: str, function: str, asked: str) -> Callable[..., Any]:
+    """Return a function of the guest ``name``, for what was ``asked``.
+
+    Raises:
+        SettingError: the guest isn't there.
+    """
+    check_is_there(name, asked)
+    return load(guests()[name].functions[function])
 
 
 def check_is_there(name: str, asked: str) -> None:

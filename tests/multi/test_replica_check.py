@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.errors import CollectiveError, ReplicaError, ReplicaWarning, RunStopped
+from accelerate.guests.checks import replicas_of
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import ProjectConfiguration
@@ -78,7 +79,7 @@ def test_statistics_that_all_ranks_compute_alike_are_compared() -> None:
         group = torch.distributed.new_group([0, 1])
         of_some = nn.SyncBatchNorm(8, process_group=group)
         model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.BatchNorm1d(8), of_some)
-        replicas = replace(accelerator._replicas(), models=[model], optimizers=[])
+        replicas = replace(replicas_of(accelerator), models=[model], optimizers=[])
         said = [str(replicas.difference())]
         for name, buffer in model.named_buffers():
             if accelerator.process_index == 1 and name.endswith("running_var"):

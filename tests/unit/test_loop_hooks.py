@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ class Notes(LoopHook):
     def after_step(self, optimizer: Any) -> None:
         self.notes.append("stepped")
 
+    def before_save(self) -> None:
+        self.notes.append("save")
+
+    def free_memory(self) -> None:
+        self.notes.append("free")
+
     def asks_to_end(self) -> bool:
         self.notes.append("asked")
         return True
@@ -52,7 +59,7 @@ class OneMoment(LoopHook):
         self.notes.append("second hook")
 
 
-def test_each_moment_comes_in_its_place() -> None:
+def test_each_moment_comes_in_its_place(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     hook = Notes()
     accelerator.gradient_state.hooks.add(hook)
@@ -66,9 +73,11 @@ def test_each_moment_comes_in_its_place() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.preempted
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
     accelerator.end_training()
     first, second = ["backward 1", "gradients"], ["backward 1", "gradients", "step", "second hook", "stepped"]
-    assert hook.notes == ["pass", *first, "between", *second, "asked", "end"]
+    assert hook.notes == ["pass", *first, "between", *second, "asked", "save", "free", "end"]
 
 
 def test_a_loop_without_a_prepared_loader_has_points_between_its_batches() -> None:
@@ -93,7 +102,7 @@ def test_only_moments_that_a_hook_overrides_are_listed() -> None:
     hooks, one = LoopHooks(), OneMoment([])
     hooks.add(one)
     listed = {moment: len(getattr(hooks, moment)) for moment in LoopHooks.__annotations__}
-    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 8
+    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 10
     hooks.remove(one)
     assert not any(getattr(hooks, moment) for moment in LoopHooks.__annotations__)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         before_save,
         folder_of,
         watch,
+        watch_and_check,
     )
     from .throughput import Flops, StepReport, count_flops
 
@@ -47,6 +48,7 @@ __all__ = [
     "watch_loop",
     "note_norm",
     "watch",
+    "watch_and_check",
 ]
 
 __getattr__: Callable[[str], Any] = names_from(
@@ -54,7 +56,8 @@ __getattr__: Callable[[str], Any] = names_from(
     "accelerate",
     {
         "monitoring.throughput": "Flops StepReport count_flops",
-        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch",
+        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch "
+        "watch_and_check",
         "monitoring.loop_watch": "LoopWatch",
     },
 )

@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from ..distributed.collectives import gather, gather_object
 from ..distributed.watchdog import hang_seconds
 from ..distributed.world import World
 from ..errors import RunStopped, SettingError
+from ..seams import function_of, guests
 from ..settings.env import read
 from ..settings.labels import DistributedType
 from ..torch_private.modules import compile_seconds
@@ -474,6 +476,30 @@ def watch(
         },
         **options,
     )
+
+
+def watch_and_check(
+    run: WatchedRun,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    compare_replicas: bool | int,
+    sdc_check: int,
+    on_sdc: str,
+    **options: Any,
+) -> RunWatch:
+    """Return the watch that a script asks for, and begin the checks that it asks for: see ``Accelerator.watch_run``.
+
+    Raises:
+        SettingError: a check can't be made; or it was asked for, and its guest isn't there.
+    """
+    has_checks = "checks" in guests()
+    if sdc_check or has_checks:
+        function_of("checks", "check_hardware", f"watch_run(sdc_check={sdc_check})")(run, sdc_check, on_sdc)
+    difference: Callable[[], object | None] | None = None
+    if compare_replicas and (has_checks or compare_replicas is not True):  # True is the default, which asks nothing
+        compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
+        difference = partial(compare, run)
+    return watch(run, optimizers, compare_replicas=compare_replicas, difference=difference, **options)
 
 
 def _seconds_between(world: World) -> float:

@@ -17,15 +17,13 @@ from ..seams import Candidate
 if TYPE_CHECKING:
     import torch
 
-    from ..guests.checks.hardware_check import check_hardware
-    from ..guests.checks.replica_check import Replicas
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
     from .streaming.stream import stream_weights
 
 __all__ = [
-    "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "check_hardware", "choose",
+    "ORDER", "Candidate", "Strategy", "StrategyOptions", "adopt", "choose",
     "is_placed_by_map", "reduction_orders", "restore_reduction_orders", "stream_weights",
 ]  # fmt: skip
 
@@ -122,12 +120,10 @@ def unadopted(strategy: Strategy) -> Strategy:
 
 __getattr__: Callable[[str], Any] = names_from(
     __name__,
-    "accelerate",
+    __name__,
     {
-        "parallel.base": "Strategy StrategyOptions is_placed_by_map",
-        "parallel.ddp": "reduction_orders restore_reduction_orders",
-        "guests.checks.hardware_check": "check_hardware",
-        "guests.checks.replica_check": "Replicas",
-        "parallel.streaming.stream": "stream_weights",
+        "base": "Strategy StrategyOptions is_placed_by_map",
+        "ddp": "reduction_orders restore_reduction_orders",
+        "streaming.stream": "stream_weights",
     },
 )

@@ -74,7 +74,7 @@ class Strategy(ABC):
     shards_attention: bool = True
     #: Why an update can't be made of several backward passes; "": it can.
     one_backward: ClassVar[str] = ""
-    #: Whether a pass through a model can be computed again, with nothing but the model itself (`sdc_check`).
+    #: Whether a pass through a model can be computed again, with nothing but the model itself.
     can_repeat_passes: ClassVar[bool] = False
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
@@ -87,8 +87,6 @@ class Strategy(ABC):
         self.before_adoption: tuple[Strategy, Mesh, str] | None = None
         #: By which a batch is computed again when memory runs out; None where an update is made of one backward.
         self.retry: Retryable | None = None if self.one_backward else Retryable(world)
-        #: What ends the checks of hardware that run (`sdc_check`).
-        self.checks: list[Callable[[], None]] = []
         #: The models whose buffers DDP broadcasts from the main process, each with the DDP module that does.
         self.broadcasting: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
@@ -171,12 +169,6 @@ class Strategy(ABC):
 
     def release(self) -> None:
         """Drop all references to prepared models."""
-        self.end_checks()
-
-    def end_checks(self) -> None:
-        """End the checks of hardware: models and optimizers have none of their hooks any more."""
-        while self.checks:
-            self.checks.pop()()
 
     # -- training ------------------------------------------------------------------------------------------
 

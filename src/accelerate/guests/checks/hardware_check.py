@@ -13,7 +13,7 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
@@ -59,18 +59,19 @@ def check_hardware(
     optimizers: Sequence[AcceleratedOptimizer],
     every: int,
     action: Literal["raise", "warn"],
+    ends: list[Callable[[], None]],
+    end_earlier: Callable[[], None],
 ) -> None:
     """Check the first update and each ``every``-th of each of ``optimizers``, in place of what an earlier call asked.
 
     Args:
         models: as ``prepare`` returned them.
-        every: with 0, what an earlier call asked for ends.
+        ends: gets the functions that end these checks.
+        end_earlier: calls those that are in it.
 
     Raises:
         SettingError: what was asked for can't be.
     """
-    if every == 0:
-        return strategy.end_checks()
     asked = f"watch_run(sdc_check={every}, on_sdc={action!r})"
     if every < 1:
         raise SettingError(f"{asked}: hardware is checked every n updates. Give 1 or more, or leave it out.")
@@ -85,7 +86,7 @@ def check_hardware(
         raise SettingError(f"{asked}: there is nothing to check yet. Call it after prepare(model, optimizer).")
     if any(map(has_compiled_regions, models)):
         raise SettingError(f"{asked}: a compiled model isn't recorded. Leave sdc_check or the compiler out.")
-    strategy.end_checks()
+    end_earlier()
     window, device = optimizers[0].gradient_state, strategy.world.device
     recorders = [PassRecorder(inner, label, window, device) for _, inner, label in unwrapped(models)]
     for recorder in recorders:
@@ -101,12 +102,12 @@ def check_hardware(
         try:
             check.register()
         except AttributeError as error:
-            strategy.end_checks()
+            end_earlier()
             kind = type(optimizer.optimizer).__name__
             raise SettingError(
                 f"{asked}: {kind} takes no hooks of its step. Call super().__init__() in it, or leave sdc_check out."
             ) from error
-        strategy.checks.append(check.end)
+        ends.append(check.end)
         check.arm()
 
 

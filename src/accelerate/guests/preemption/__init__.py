@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ...seams import Guest, LoopHook
 
 if TYPE_CHECKING:
+    from ...accelerator import Accelerator
     from ...settings.preemption import PreemptionOptions
 
 GUEST: Final = Guest(runs=(f"{__name__}:attach",))
 
 
-def attach(run: Any, asked: PreemptionOptions | None) -> LoopHook | None:
+def attach(run: Accelerator, asked: PreemptionOptions | None) -> LoopHook | None:
     """Return the hook by which ``run`` stops after a notice; None where nothing asked for it.
 
     Args:

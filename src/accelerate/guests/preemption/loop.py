@@ -44,8 +44,8 @@ class SavedRun(Protocol):
     world: World
     gradient_state: GradientState
     project_configuration: ProjectConfiguration
-    _models: Sequence[torch.nn.Module]
-    _optimizers: Sequence[AcceleratedOptimizer]
+    _models: list[torch.nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
 
     def save_state(self, *, asynchronous: bool | None, details: Mapping[str, object] | None) -> str:
         """Save everything as one checkpoint, by all ranks, and return its folder."""
