@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.seams import LoopHook, LoopHooks
+from accelerate.training.accumulation import GradientState
 
 
 class Notes(LoopHook):
@@ -116,3 +118,14 @@ def test_an_exception_of_a_hook_ends_the_run() -> None:
     accelerator.gradient_state.hooks.add(Stops())
     with pytest.raises(SystemExit):
         accelerator.backward(torch.ones((), requires_grad=True))
+
+
+def test_a_copy_in_another_process_has_the_hooks_that_nothing_asks_for() -> None:
+    accelerator = Accelerator(cpu=True)
+    pickled = pickle.dumps(accelerator)
+    assert pickle.loads(pickled).gradient_state is accelerator.gradient_state  # of the same loop
+    assert len(accelerator.gradient_state.hooks.before_save) == 1
+    GradientState._reset_state()  # as in a new process
+    copy = pickle.loads(pickled)
+    assert copy.gradient_state is not accelerator.gradient_state
+    assert len(copy.gradient_state.hooks.before_save) == 1
