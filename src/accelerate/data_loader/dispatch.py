@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -125,12 +126,17 @@ class DataLoaderDispatcher(PreparedLoader):
     def _num_first_batches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.batches_per_step
 
-    def first_batches(self) -> list[object]:
-        """Return the first batches of the epoch, read again for a pass that began later."""
+    def first_batches(self, num_batches: int, num_rows: int) -> list[object]:
+        """Read the first batches of the epoch again: up to ``num_batches`` of them, and up to ``num_rows`` samples.
+
+        A stream gives what it kept or repeated of them, whole.
+        """
         if self._stream is not None:
             return [self.place_batch(batch) for batch in self._stream.first_batches()]
         with host_streams(capture_host_streams()):  # reading again doesn't move the streams on
-            dataset, batches = cast("Any", self.dataset), self._first_batches
+            dataset, batches = cast("Any", self.dataset), self._first_batches[:num_batches]
+            if self.batch_sampler is not None:
+                batches = _first_rows(batches, num_rows)
             if self.sample_seed is not None:
                 batches = self.sample_seed.keyed(batches, self.progress.epoch)
             if self.batch_sampler is None:
@@ -248,6 +254,17 @@ def _broadcast(batches: list[object], structures: list[object], device: torch.de
 # -- joining, padding and cutting of batches ---------------------------------------------------------------
 
 
+def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
+    """Return the indices of batches up to ``num_rows`` in all."""
+    found: list[Any] = []
+    for batch in batches:
+        found.append(list(batch)[:num_rows])
+        num_rows -= len(found[-1])
+        if num_rows <= 0:
+            break
+    return found
+
+
 def _form(batch: object) -> tuple[str, list[object]] | None:
     """Return what two batches must have in common to be joined by rows; None if this one can't be."""
     leaves: list[object] = []
@@ -336,6 +353,9 @@ class GlobalBatches:
         self.own: Mapping[str, Any] | None = None
         self._first: list[Any] = []
         self._began_later = num_steps > 0
+        # Map-style data pads with rows that are read again, under the streams of the step: a pass that is resumed
+        # doesn't have those that the epoch began with, and random augmentation would differ.
+        self._reads_again = self._began_later or not isinstance(loader.dataset, IterableDataset)
         self._held: list[Delivery] | None = None
 
     def next_batch(self) -> tuple[Announcement | None, list[object]]:
@@ -365,6 +385,8 @@ class GlobalBatches:
 
     def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[object]]:
         batches, batch_info = [batch for batch, _ in read], read[-1][1]
+        if not self._began_later and not self.loader._first_batches:
+            self.loader._first_batches = [info.indices for _, info in read]
         self.last_batch, self.own = batch_info.last_batch, batch_info.own
         self.num_steps += 1
         whole = self._whole(batches)
@@ -374,8 +396,8 @@ class GlobalBatches:
                 whole, coverage = self._padded(whole, num_rows)
                 return self._announce([whole], True, batch_info, coverage)
             return self._announce([whole], True, batch_info, None)
-        if len(batches) < self.count and self._began_later:
-            self._first = self.loader.first_batches()
+        if len(batches) < self.count and self._reads_again:
+            self._first = self.loader.first_batches(self.count - len(batches), sys.maxsize)
         self._first = self._first or batches
         sizes = [_num_rows(batch) or 1 for batch in batches]
         added = [self._first[number % len(self._first)] for number in range(self.count - len(batches))]
@@ -412,7 +434,7 @@ class GlobalBatches:
         size = -(-num_rows // count)
         missing = size * count - num_rows
         if missing:
-            if self._began_later and (first_batches := self.loader.first_batches()):
+            if self._reads_again and (first_batches := self.loader.first_batches(sys.maxsize, count)):
                 self._first = [_cut_joined(first_batches, count)]
             first = self._first[0]
             if _inner_shapes(first) != _inner_shapes(whole):  # padded batch by batch: only its own rows fit
