@@ -5,6 +5,9 @@ Every loop runs on real processes with a limit far below the timeout of the proc
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from accelerate.errors import CollectiveError
 from accelerate.utils import DataLoaderConfiguration
 from tests.oracle.killed_runs import Attempt
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW, slow
 
 LIMIT_SECONDS = 40.0
 
@@ -100,11 +104,75 @@ def breaks_alone(kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["dispatched", "metrics"])
+@pytest.mark.parametrize("kind", ["dispatched", "metrics", "training"])
 def test_a_rank_that_breaks_alone_is_named_instead_of_waited_for(kind: str) -> None:
     said = run_on_ranks(breaks_alone, 2, kind, timeout_seconds=LIMIT_SECONDS)
-    assert all(text.startswith("CollectiveError") for text in said), said
-    assert "wait_for_everyone" in said[0]
+    # In training, the rank that waits in backward is ended by its connections, and the other one names the cause.
+    assert all(text.startswith("CollectiveError") for text in (said[1:] if kind == "training" else said)), said
+    assert "wait_for_everyone" in said[kind == "training"] and all(said)
+
+
+def trains_while_the_main_process_is_in(call: str) -> str:
+    accelerator, model, optimizer = prepared()
+    try:
+        for number in range(5):
+            step(accelerator, model, optimizer, torch.ones(2, 1))
+            if number == 2 and accelerator.is_main_process:
+                if call == "wait_for_everyone":
+                    accelerator.wait_for_everyone()
+                else:
+                    getattr(accelerator, call)(torch.ones(1))
+    except (CollectiveError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "call", ["gather", "wait_for_everyone", *(["reduce", "gather_for_metrics"] if IS_SLOW else [])]
+)
+def test_a_call_of_the_main_process_alone_ends_on_all_where_the_others_wait_in_backward(call: str) -> None:
+    began = time.monotonic()
+    said = run_on_ranks(trains_while_the_main_process_is_in, 2, call, timeout_seconds=LIMIT_SECONDS)
+    assert said[0].startswith("CollectiveError: Rank 0 is in `gather") or said[0].startswith(
+        f"CollectiveError: Rank 0 is in `{call}`"
+    )
+    assert "rank 1 waits in a collective of torch's at" in said[0] and said[1] != "", said
+    assert time.monotonic() - began < 20
+
+
+class Slow(torch.autograd.Function):
+    """A backward that computes for 9 s of wall time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        until, matrix = time.monotonic() + 9, torch.ones(300, 300)
+        while time.monotonic() < until:
+            matrix = (matrix @ matrix).clamp(max=1)
+        return gradients[0]
+
+
+def computes_on_a_crowded_core() -> int:
+    accelerator, model, _ = prepared()
+    if accelerator.process_index == 1:
+        core = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(0, core)
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(7)]
+        with accelerator.no_sync(model):
+            accelerator.backward(Slow.apply(model(torch.ones(2, 1))).sum())
+        for process in busy:
+            process.kill()
+            process.wait()
+    return len(accelerator.gather(torch.ones(1)))
+
+
+@slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
+def test_a_rank_that_computes_with_an_eighth_of_a_core_is_waited_for() -> None:
+    assert run_on_ranks(computes_on_a_crowded_core, 2, timeout_seconds=LIMIT_SECONDS) == [2, 2]
 
 
 def breaks_and_goes_on() -> list[list[int]]:
@@ -148,7 +216,7 @@ def trains_on(folder: Path) -> None:
     accelerator, model, optimizer = prepared()
     loader = accelerator.prepare_data_loader(DataLoader(range(1_000_000), batch_size=2))
     for samples in loader:
-        step(accelerator, model, optimizer, samples)
+        step(accelerator, model, optimizer, torch.ones_like(samples))
         (folder / f"trains.{accelerator.process_index}").touch()
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
+import torch.distributed as dist
+
 from ..callers import call_site
 from ..errors import CollectiveError
 from ..torch_private.distributed import set_keys
@@ -46,6 +48,8 @@ Response = TypeVar("Response")
 #: How long an operation may take before the states of the other ranks are examined.
 CHECK_SECONDS: Final = 2.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
+#: Where no group has only some ranks, operations end when all others have waited in torch's collectives for so long.
+_TORCH_CHECK_SECONDS: Final = 5.0
 #: How long the process that serves the store may take to respond before it counts as unreachable.
 _STORE_TIMEOUT_SECONDS: Final = 10.0
 #: So many ranks may call at once within that time; of more, each takes its share longer.
@@ -217,7 +221,7 @@ class Coordinator:
                     raise CollectiveError(self.explain(error)) from error
                 waited += interval
                 if waited >= next_check:
-                    self._examine(key, num_checks)
+                    self._examine(key, num_checks, waited_seconds=waited.total_seconds())
                     if key in (found := self.published([key])):
                         self._raise_verdict(found[key])
                     num_checks, next_check = num_checks + 1, waited + timedelta(seconds=self._pause_seconds(0.0))
@@ -350,7 +354,9 @@ class Coordinator:
                 if time.monotonic() - start >= limit:
                     raise CollectiveError(self._too_late())
                 verdict = self._end_of_watched(key) if of_all else None
-                verdict = verdict or self._examine(key, num_checks, setter, checks_torch=checks_torch)
+                verdict = verdict or self._examine(
+                    key, num_checks, setter, checks_torch=checks_torch, waited_seconds=time.monotonic() - start
+                )
                 if verdict is not None:
                     raise CollectiveError(self._in_words(verdict))
                 num_checks += 1
@@ -445,14 +451,20 @@ class Coordinator:
                 reasons[rank] = f"is in {state.named}, which needs all ranks"
         return reasons
 
-    def stuck_in_torch(self, ranks: Sequence[int]) -> dict[int, str]:
+    def stuck_in_torch(self, ranks: Sequence[int], at_least_seconds: float = 0.0) -> dict[int, str]:
         """Return those of ``ranks`` known to wait in torch's collectives, with their positions."""
-        return self.watch.ask_for_stuck(ranks) if self.watch is not None and ranks else {}
+        return self.watch.ask_for_stuck(ranks, at_least_seconds) if self.watch is not None and ranks else {}
 
     # -- verdicts ------------------------------------------------------------------------------------------
 
     def _examine(
-        self, key: str, num_checks: int, setter: int | None = None, *, checks_torch: bool = False
+        self,
+        key: str,
+        num_checks: int,
+        setter: int | None = None,
+        *,
+        checks_torch: bool = False,
+        waited_seconds: float = 0.0,
     ) -> Verdict | None:
         """Publish under `key` why this operation can't end, if no other rank does in this round; return it, too."""
         if self._published_number != self.number:
@@ -465,6 +477,9 @@ class Coordinator:
         verdict = self._find_conflict(setter)
         if verdict is None and checks_torch:
             verdict = self._stuck_in_torch()
+        elif verdict is None and waited_seconds >= _TORCH_CHECK_SECONDS and dist.get_pg_count() == 1:
+            # The only group has all ranks, so whatever collective of torch's the missing ones are in needs this one.
+            verdict = self._stuck_in_torch(_TORCH_CHECK_SECONDS)
         return None if verdict is None else self._published_verdict(key, verdict)
 
     def _end_of_watched(self, key: str) -> Verdict | None:
@@ -482,10 +497,10 @@ class Coordinator:
     def _find_conflict(self, setter: int | None = None) -> Verdict | None:
         return find_conflict(self.rank, self._state(), self._states(), setter, _NEEDS_ALL)
 
-    def _stuck_in_torch(self) -> Verdict | None:
+    def _stuck_in_torch(self, at_least_seconds: float = 0.0) -> Verdict | None:
         """Return why this operation can't end, where all missing ranks wait in collectives of torch's."""
         absent = self._absent()
-        stuck = self.stuck_in_torch(absent)
+        stuck = self.stuck_in_torch(absent, at_least_seconds)
         if not absent or len(stuck) < len(absent) or self.watch is None:
             return None
         where = "; ".join(f"rank {rank} waits in a collective of torch's at {at}" for rank, at in stuck.items())

@@ -85,7 +85,7 @@ class Verdict:
             )
         if self.kind == "stuck":
             return (
-                f"{here}, which every rank has to call, because the state lies over all ranks; but {self.text}, and "
+                f"{here}, which every rank has to call, but {self.text}, and "
                 f"won't come. Call `{me.operation}` on every rank, outside of `if accelerator.is_main_process:`."
             )
         if self.kind == "stopped":

@@ -8,6 +8,7 @@ a rank that is stuck in DDP's own all-reduce is noticed too, long before the gro
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import linecache
 import logging
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
@@ -59,9 +61,11 @@ _WHERE: Final = "?"
 _WHERE_AND_RECORD: Final = "??"
 _RECORD: Final = "???"
 _POSITIONS: Final = (_WHERE, _WHERE_AND_RECORD, _RECORD)
-#: A rank that is in one and the same collective of torch's for so long, and uses almost no CPU time, waits there.
+#: A rank that is in one and the same collective of torch's for so long, and hardly computes, waits there.
 _STUCK_SECONDS: Final = 2.0
 _IDLE_FRACTION: Final = 0.2
+_NUM_LOOKS: Final = 5
+_LOOK_SECONDS: Final = 0.01
 _ENDING_SECONDS: Final = 5.0
 #: Beyond so many ranks, a verdict has a line for each place instead of each rank.
 _LARGEST_TABLE: Final = 16
@@ -326,7 +330,7 @@ class HangWatch:
         is_idle = time.process_time() - self._cpu_at < _IDLE_FRACTION * stalled_seconds
         position = replace(
             _position_of(self._rank, stalled_seconds, frame),
-            is_stuck=is_idle and _is_in_torch(frame, self.sees_backward),
+            is_stuck=is_idle and _is_in_torch(frame, self.sees_backward) and _all_threads_sleep(),
         )
         return json.dumps([asdict(position), RankRecord.own().encoded() if with_record else None])
 
@@ -397,11 +401,12 @@ class HangWatch:
 
     # -- questions of a rank that waits for others ---------------------------------------------------------
 
-    def ask_for_stuck(self, ranks: Sequence[int]) -> dict[int, str]:
+    def ask_for_stuck(self, ranks: Sequence[int], at_least_seconds: float = 0.0) -> dict[int, str]:
         """Return those of ``ranks`` waiting in torch's collectives, with their positions; for the watched thread."""
+        seconds = max(at_least_seconds, _STUCK_SECONDS)
         number = self._ask(ranks, _WHERE)
         positions = [position for position, _ in self._answers(number, ranks)]
-        return {one.rank: one.at for one in positions if one.is_stuck and one.seconds >= _STUCK_SECONDS}
+        return {one.rank: one.at for one in positions if one.is_stuck and one.seconds >= seconds}
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """End the given ranks: their collectives raise, and their processes exit."""
@@ -464,6 +469,23 @@ def _is_in_torch(frame: FrameType | None, on_host: bool) -> bool:
             return "torch/distributed/" in name or (on_host and name.endswith("torch/autograd/graph.py"))
         frame = frame.f_back
     return False
+
+
+def _all_threads_sleep() -> bool:
+    """Return whether all threads of this process but the calling one sleep, at each of a few looks.
+
+    One that computes gets little CPU time where there are more processes than cores, but it is ready all the time.
+    Where no system tells (Linux does), the CPU time has to do.
+    """
+    own = str(threading.get_native_id())
+    for _ in range(_NUM_LOOKS):
+        for file in glob.glob("/proc/self/task/[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                state = Path(file).read_text().rpartition(")")[2].split()[0]
+                if state in "RD" and file.split("/")[-2] != own:  # ready or running; reading from a disk
+                    return False
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def _signature_of(frame: FrameType | None) -> tuple[int, ...]:
