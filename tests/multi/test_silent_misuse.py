@@ -1,4 +1,4 @@
-"""On two ranks and in every layout: an optimizer of no prepared model is named, that of a prepared one isn't."""
+"""On two ranks and in every layout: an optimizer of parameters of no prepared model is named, others aren't."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
         return self.down(self.up(rows).relu())
 
 
-def remarks(layout: dict[str, Any], *, prepares_model: bool) -> list[str]:
+def remarks(layout: dict[str, Any], *, prepares_model: bool, others: int = 0) -> list[str]:
     AcceleratorState._reset_state(True)
     kept = Kept()
     logging.getLogger("accelerate").addHandler(kept)
@@ -48,26 +48,29 @@ def remarks(layout: dict[str, Any], *, prepares_model: bool) -> list[str]:
     accelerator = Accelerator(cpu=True, **options)
     torch.manual_seed(0)
     model: Any = Block()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    temperatures = [nn.Parameter(torch.ones(())) for _ in range(others)]
+    optimizer: Any = torch.optim.SGD([*model.parameters(), *temperatures], lr=0.1)
     if prepares_model:
         model, optimizer = accelerator.prepare(model, optimizer)
     else:
         optimizer = accelerator.prepare(optimizer)
     for _ in range(2):
-        accelerator.backward(model(torch.ones(2, 4)).sum())
+        accelerator.backward(model(torch.ones(2, 4)).sum() * sum(temperatures, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()
-    return [text for text in kept.texts if "trains no parameter" in text]
+    return [text for text in kept.texts if "trains no parameter" in text or "also trains" in text]
 
 
 def all_layouts() -> dict[str, list[str]]:
     found = {name: remarks(layout, prepares_model=True) for name, layout in LAYOUTS.items()}
-    return {**found, "alone": remarks({}, prepares_model=False)}
+    some = remarks({}, prepares_model=True, others=2)
+    return {**found, "alone": remarks({}, prepares_model=False), "some": some}
 
 
 def test_only_the_optimizer_of_no_prepared_model_is_named_in_every_layout() -> None:
     main, other = run_on_ranks(all_layouts, 2, timeout_seconds=180)
-    alone = main.pop("alone")
+    alone, some = main.pop("alone"), main.pop("some")
+    assert len(some) == 1 and "SGD also trains 2 parameters of no prepared model" in some[0]
     assert len(alone) == 1 and "not averaged over processes" in alone[0]
     assert {name: texts for name, texts in main.items() if texts} == {}
     assert not any(other.values())

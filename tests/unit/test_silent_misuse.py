@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate import logging as accelerate_logging
+from accelerate.utils import set_seed
 from tests.unit.tracking.test_in_a_run import MemoryTracker
 
 
@@ -172,3 +173,8 @@ def test_log_without_trackers_is_silent(caplog: pytest.LogCaptureFixture) -> Non
     accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
     assert remarks(caplog) == []
+
+
+def test_a_seed_that_is_no_whole_number_is_named() -> None:
+    with pytest.raises(TypeError, match=r"set_seed\('abc'\): the seed has to be a whole number, not str"):
+        set_seed("abc")  # pyright: ignore[reportArgumentType]

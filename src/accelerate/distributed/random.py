@@ -6,6 +6,7 @@ host, and torch's on the devices. States are JSON values and tensors; nothing is
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +35,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed: the same number on every rank.
         device_specific: add the rank to the seed, so that ranks draw different numbers.
         deterministic: also let torch refuse operations that have no deterministic form.
+
+    Raises:
+        TypeError: the seed is no whole number.
     """
+    try:
+        operator.index(seed)
+    except TypeError:
+        raise TypeError(f"set_seed({seed!r}): the seed has to be a whole number, not {type(seed).__name__}.") from None
     world = current_world()
     if device_specific:
         seed += world.rank if world is not None else 0

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..distributed.mesh import Mesh
-from ..distributed.world import World
+from ..distributed.world import World, current_world
 from ..errors import PreparationError
 from ..hooks.align import has_offloaded_params
 from ..logging import MultiProcessAdapter, get_logger
@@ -319,7 +319,11 @@ def role_of(obj: object) -> Role:
 def remark_on_stray(
     optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], prepared: Mapping[int, torch.nn.Module]
 ) -> None:
-    """Warn about an optimizer without any parameter of ``models`` or of their prepared versions."""
+    """Warn about an optimizer without any parameter of ``models`` or of their prepared versions.
+
+    In a world of several processes, where such a parameter differs between them from the first step on, also about one
+    with some.
+    """
     owned = {id(parameter) for model in [*models, *prepared.values()] for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if parameters and owned.isdisjoint(map(id, parameters)):
@@ -328,6 +332,16 @@ def remark_on_stray(
             "cast them, their gradients are not averaged over processes, and save_state() leaves them out. Prepare "
             "the model too, before the first step, unless the script does all this itself.",
             type(optimizer).__name__, tuple(parameters[0].shape),
+        )  # fmt: skip
+        return
+    strange = [parameter for parameter in parameters if parameter.grad is not None and id(parameter) not in owned]
+    world = current_world()
+    if strange and world is not None and world.size > 1:
+        logger.warning_once(
+            "%s also trains %d parameters of no prepared model (the first has shape %s): their gradients are not "
+            "averaged over processes, so each process trains its own, and save_state() leaves them out. Prepare the "
+            "model that holds them, before the first step, unless the script averages them itself.",
+            type(optimizer).__name__, len(strange), tuple(strange[0].shape),
         )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def restore_accumulation(
             changes.append(f"gradient_accumulation_steps: {now['steps']} -> {steps}, which keeps the global batch")
             now = {**now, "steps": steps}
         elif needed != now["steps"]:
-            changes.append(_suggestion(needed))
+            changes.append(_suggestion(needed) if any(now["samples"]) else "no prepared loader tells its batch size")
     lost: str | None = None
     if loaded.had_open_window:
         lost = window.load_state_dict(loaded.window, partial(_count_of, before, now), before["ranks"], world)
