@@ -46,6 +46,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "construction.py project_configuration TypeError",
         "construction.py sort_handlers TypeError",
         "devices/memory.py _refuse_own_batch_size TypeError",
+        "distributed/random.py set_seed TypeError",
         "guests/preemption/loop.py attach TypeError",
         "nested.py concatenate TypeError",
         "nested.py find_batch_size TypeError",
