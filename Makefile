@@ -41,7 +41,9 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
 		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
 		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py \
-		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py
+		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py \
+		tests/multi/test_no_deadlock.py tests/multi/test_padding_of_resumed.py tests/unit/checkpointing/test_many_ranks.py \
+		tests/unit/commands/test_monitor_of_many_ranks.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle
@@ -106,7 +108,8 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \
-		tests/multi/test_adopted.py tests/multi/test_unreached.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py
+		tests/multi/test_adopted.py tests/multi/test_unreached.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py \
+		tests/multi/test_own_buffers.py
 
 xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
 	tests/xla/setup.sh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from accelerate.plugins.parallelism import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from tests.slow import IS_SLOW
 
 #: `make meshes` trains twice as long: half as many updates find the same errors, and ranks communicate in each.
-NUM_UPDATES = 20 if "RUN_SLOW" in os.environ else 10
+NUM_UPDATES = 20 if IS_SLOW else 10
 LENGTH, WORDS, WIDTH = 16, 32, 16
 BATCH = 8  # samples that all ranks read at once
 V2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Layer"}

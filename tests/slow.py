@@ -7,4 +7,11 @@ import os
 import pytest
 
 IS_SLOW = "RUN_SLOW" in os.environ
-slow = pytest.mark.skipif(not IS_SLOW, reason="seconds of a processor: RUN_SLOW=1 (make slow)")
+
+
+def slow_for(reason: str, target: str = "slow") -> pytest.MarkDecorator:
+    """The mark of a test that only ``make target`` runs, and why."""
+    return pytest.mark.skipif(not IS_SLOW, reason=f"{reason}: RUN_SLOW=1 (make {target})")
+
+
+slow = slow_for("seconds of a processor")

@@ -7,7 +7,6 @@ the next two.
 from __future__ import annotations
 
 import ast
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 from tests.torch_needed import FSDP2_ON_CPU
 
 ARCHIVE = Path(__file__).parent / "data" / "fsdp_folders.tar.xz"
@@ -90,7 +90,7 @@ def test_sharded_runs_of_the_documented_interface_go_on(saved: str, tmp_path: Pa
     folder = tmp_path / saved
     expected = ast.literal_eval((folder / "losses.txt").read_text())[1]
     for name, (ranks, fsdp) in READERS.items():
-        if name not in ("one process", "fsdp2") and "RUN_SLOW" not in os.environ:
+        if name not in ("one process", "fsdp2") and not IS_SLOW:
             continue
         found = run_on_ranks(lambda fsdp=fsdp: go_on(str(folder), fsdp), ranks)[0]
         assert found == pytest.approx(expected, rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from accelerate.guests.scripts.migrate_command import main
 from accelerate.guests.scripts.verify import Comparison, Run, VerificationError, verify
 from tests.migrate.test_migrated_scripts import CONVERTED, SCRIPTS
 from tests.ranks import free_port
+from tests.slow import slow_for
 
 pytestmark = pytest.mark.timeout(900)  # programs are started one after another
 
@@ -43,7 +43,7 @@ for epoch in range(100):
 """
 
 
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: several runs of a script (make slow)")
+slow = slow_for("several runs of a script")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from accelerate.utils import TorchDynamoPlugin
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import BLOCKS, assert_same_run, train
+from tests.slow import slow_for
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
     "ddp": None,
@@ -30,7 +30,7 @@ def compiled(options: dict[str, Any] | None, by_region: bool) -> dict[str, Any]:
     return train(options, accelerator={"dynamo_plugin": plugin})
 
 
-SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="compiles for seconds: RUN_SLOW=1 (make slow)")
+SLOW = slow_for("compiles for seconds")
 CASES = [
     pytest.param(name, by_region, id=f"{name}-regions" if by_region else name, marks=[SLOW] if slow else [])
     for name in STRATEGIES

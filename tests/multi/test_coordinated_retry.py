@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from accelerate.training.oom_retry import CoordinatedPass, MaxReducer
 from tests import mesh_runs
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import Block
+from tests.slow import IS_SLOW, slow_for
 
 NUM_MICRO_BATCHES = 6
 ACCUMULATION = 2
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp1": {"fsdp_version": 1, "use_orig_params": True},
     "fsdp1 of flat parameters": {"fsdp_version": 1, "use_orig_params": False},
 }
-slow = pytest.mark.skipif(os.environ.get("RUN_SLOW") != "1", reason="RUN_SLOW=1 (make meshes)")
+slow = slow_for("many meshes", "meshes")
 # torch, of an output that is a view, under tensor parallelism
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
@@ -396,7 +396,7 @@ def test_one_sample_that_does_not_fit_is_said_on_all_ranks() -> None:
 
 MODULES = ("embedding", "layers.0.self_attn.value", "layers.1.down", "head")
 MODULE_PLACES = [(name, way) for name in MODULES for way in ("forward", "backward")]
-if os.environ.get("RUN_SLOW") != "1":
+if not IS_SLOW:
     MODULE_PLACES = MODULE_PLACES[2:6:3]  # a forward and a backward
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 import types
 import warnings
@@ -27,8 +26,9 @@ from accelerate.guests.checks.hardware_check import (
 )
 from accelerate.utils import GradScalerKwargs
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
-SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="minutes of updates: RUN_SLOW=1 (make slow)")
+SLOW = slow_for("minutes of updates", "kills")
 
 #: What the hardware does is no state of the program, which a check would put back.
 HARDWARE: Any = types.ModuleType("hardware")

@@ -15,6 +15,7 @@ import pytest
 
 from accelerate.guests.monitor.document import Hours
 from accelerate.guests.monitor.hours import hours, read_ledgers
+from tests.slow import slow_for
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 
@@ -124,7 +125,7 @@ def wait_for_ledger(folder: Path, process: subprocess.Popen[bytes], number: int)
     ("kills", "longest"),
     [
         (2, 1.5),
-        pytest.param(20, 3.0, marks=pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="20 kills: RUN_SLOW=1")),
+        pytest.param(20, 3.0, marks=slow_for("20 kills", "kills")),
     ],
 )
 def test_the_hours_of_a_run_that_is_killed(tmp_path: Path, kills: int, longest: float) -> None:
@@ -185,7 +186,7 @@ accelerator.end_training()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="waits, compiles and hangs for seconds: RUN_SLOW=1")
+@slow_for("waits, compiles and hangs for seconds", "kills")
 def test_waits_hangs_and_compiling_of_a_real_process_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WAITS)
     environment = {**os.environ, "ACCELERATE_HANG_SECONDS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}

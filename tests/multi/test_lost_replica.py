@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.slow import slow_for
+
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -102,7 +104,7 @@ accelerator.wait_for_everyone()
 
 #: Several generations of processes, which begin one after the other.
 pytestmark = pytest.mark.timeout(320)
-slow = pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="several generations of processes: RUN_SLOW")
+slow = slow_for("several generations of processes", "kills")
 
 
 def _launch(
@@ -238,7 +240,7 @@ def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="100 kills take ten minutes: RUN_SLOW")
+@slow_for("100 kills take ten minutes", "kills")
 def test_a_hundred_random_kills(tmp_path: Path) -> None:
     num_kills, num_samples, num_epochs = 100, 1500, 60
     launched = _launch(tmp_path, 4, num_kills, str(num_samples), str(num_epochs), "0.06", "{}", "0")

@@ -5,7 +5,6 @@ The fast part has each kind of layout once; ``RUN_SLOW=1`` has them all.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from accelerate.plugins.parallelism import (
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, plugin_of, samples
+from tests.slow import slow_for
 from tests.torch_needed import FSDP2_ON_CPU
 
 pytestmark = [
@@ -38,7 +38,7 @@ pytestmark = [
     # torch's own, where a test gathers a parameter that is sharded over two axes in one dimension
     pytest.mark.filterwarnings("ignore:While redistributing"),
 ]
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1 (make slow)")
+slow = slow_for("many layouts", "meshes")
 V2: dict[str, Any] = {"fsdp_version": 2}
 FULL: dict[str, Any] = {**V2, "state_dict_type": "FULL_STATE_DICT"}
 SHARDED: dict[str, Any] = {**V2, "state_dict_type": "SHARDED_STATE_DICT"}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow_for
+
 SCRIPT = """
 import sys
 import torch
@@ -59,7 +61,7 @@ def group() -> Iterator[Path]:
     pytest.skip("no control group with a limit of memory can be made here (root, Linux)")
 
 
-@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="fills a control group's memory: RUN_SLOW=1 (make kills)")
+@slow_for("fills a control group's memory", "kills")
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_told(group: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -37,7 +37,7 @@ from tests.mesh_runs import (
 )
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import assert_same_run
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 
 # torch, of an output that is a view, under tensor parallelism
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -105,7 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"mixture": True},
 }
 
-slow = pytest.mark.skipif(not IS_SLOW, reason="RUN_SLOW=1 (make meshes)")
+slow = slow_for("many meshes", "meshes")
 
 
 @functools.cache

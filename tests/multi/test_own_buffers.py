@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +17,9 @@ from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig, PipelineParallelConfig, TorchTensorParallelConfig
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
 PLAN = {"first": "colwise_gather_output"}
-SLOW = os.environ.get("RUN_SLOW") == "1"
 
 
 class Normed(nn.Module):
@@ -122,7 +121,7 @@ def _both(layout: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.skipif(name in RANKS and not SLOW, reason="RUN_SLOW=1")) for name in LAYOUTS],
+    [pytest.param(name, marks=slow_for("many layouts", "meshes") if name in RANKS else ()) for name in LAYOUTS],
 )
 def test_buffers_that_differ_go_back_to_their_rank(layout: str, tmp_path: Path) -> None:
     answers = run_on_ranks(_both, RANKS.get(layout, 2), layout, tmp_path, timeout_seconds=180)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig, PipelineParallelConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Block, Network, assert_same_run, samples, train
+from tests.slow import slow_for
 from tests.torch_needed import needs_torch
 
 
@@ -209,7 +209,7 @@ def _in_shards(build: Any, fsdp: dict[str, Any], pipeline: dict[str, Any]) -> di
     return {"losses": losses, "norms": norms, "weights": {name: value.tolist() for name, value in weights.items()}}
 
 
-@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1 (make meshes)")
+@slow_for("many meshes", "meshes")
 @pytest.mark.parametrize("build", [as_sequence, functools.partial(Network, tied=True), Branching])
 @pytest.mark.parametrize(
     "fsdp",

@@ -42,7 +42,7 @@ from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectC
 from tests.oracle.ended_runs import PLACES, run_cases
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
 from tests.ranks import run_on_ranks
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 
 EPOCHS = 2
 CODE = 75
@@ -278,7 +278,7 @@ def test_the_answer_of_an_address_is_a_notice(tmp_path: Path) -> None:
         stops_by_notice(tmp_path, notice, notice_url=url)
 
 
-@pytest.mark.skipif(not IS_SLOW, reason="as the address; one process hears of a file below: RUN_SLOW=1")
+@slow_for("as the address; one process hears of a file below", "kills")
 def test_a_file_that_appears_on_a_host_is_a_notice(tmp_path: Path) -> None:
     stops_by_notice(tmp_path, tmp_path / "notice", notice_file=str(tmp_path / "notice"))
 

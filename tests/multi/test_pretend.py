@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow_for
 from tests.torch_needed import FSDP2_ON_CPU
 
 pytestmark = pytest.mark.timeout(900)
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="half a minute of a processor: RUN_SLOW=1 (make slow)")
+slow = slow_for("half a minute of a processor")
 LLAMA = Path(__file__).with_name("llama_8b.py")
 SCRIPT = """
 import sys

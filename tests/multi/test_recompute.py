@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from accelerate import Accelerator, ActivationCheckpointing, FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import TorchDynamoPlugin
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW, slow_for
 
 
 class Block(nn.Module):
@@ -87,7 +87,7 @@ def trained(
     return losses, {name: value.tolist() for name, value in weights.items()}, len(runs)
 
 
-FOUR_RANKS = [("fsdp2", 4)] if "RUN_SLOW" in os.environ else []
+FOUR_RANKS = [("fsdp2", 4)] if IS_SLOW else []
 WAYS = {
     "all": ActivationCheckpointing(),
     "ops": ActivationCheckpointing(save_ops=("mm", "sdpa")),
@@ -111,7 +111,7 @@ def test_training_is_the_same_bit_by_bit(strategy: str, ranks: int) -> None:
         assert set(results) == {(True, True, 8)}
 
 
-@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="compiles for seconds: RUN_SLOW=1 (make slow)")
+@slow_for("compiles for seconds")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize(("strategy", "ranks"), [("one", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_compiled_training_is_the_same(strategy: str, ranks: int) -> None:

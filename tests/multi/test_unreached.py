@@ -6,7 +6,6 @@ waits some seconds.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +21,11 @@ from accelerate.errors import CollectiveError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW, slow_for
 from tests.torch_needed import FSDP2_ON_CPU
 
 pytestmark = FSDP2_ON_CPU
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="a rank waits some seconds for others: RUN_SLOW=1")
+slow = slow_for("a rank waits some seconds for others", "meshes")
 
 
 class Parts(nn.Module):
@@ -134,7 +134,7 @@ SOME_CELLS: list[Cell] = [
 
 def test_it_counts_as_zeros_beside_shards_that_are_frozen() -> None:
     """With replicas in front of the shards, behind, on both sides; its loss with a graph of its own, and without."""
-    cells = ALL_CELLS if "RUN_SLOW" in os.environ else SOME_CELLS
+    cells = ALL_CELLS if IS_SLOW else SOME_CELLS
 
     def on_rank() -> list[list[float]]:
         found: list[list[float]] = []

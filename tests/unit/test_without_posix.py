@@ -17,9 +17,10 @@ import pytest
 from accelerate.checkpointing import store as locks
 from accelerate.checkpointing.storage import check_name, problem_on_windows
 from accelerate.errors import CheckpointError
+from tests.slow import slow_for
 
 ROOT = Path(__file__).resolve().parents[2]
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: processes of their own (make slow)")
+slow = slow_for("processes of their own")
 #: Runs at the start of every child interpreter, and of those that it starts.
 TAKEN_AWAY = """
 import builtins, io, os, select, signal, socket, sys, types

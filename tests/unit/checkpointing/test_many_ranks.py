@@ -34,6 +34,7 @@ from accelerate.checkpointing.weights import EVERYTHING
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 from tests.unit.checkpointing.many_ranks import (
     COLUMNS,
     NAMES,
@@ -48,7 +49,7 @@ from tests.unit.checkpointing.many_ranks import (
     write_shards,
 )
 
-slow = pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="full size: RUN_SLOW=1")
+slow = slow_for("full size")
 
 
 # ------------------------------------------------------------------------------------------------------ folders

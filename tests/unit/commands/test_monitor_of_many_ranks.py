@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from accelerate.guests.monitor.snapshot import snapshot
 from accelerate.guests.monitor.terminal import screen
 from accelerate.monitoring.run_monitor import _seconds_between
 from tests.monitor.many_ranks import BEGIN, write_large_run
+from tests.slow import slow_for
 
 REPORTS = 40
 SIZES = [
     1000,
     pytest.param(
-        16_384, marks=pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="16,384 files: RUN_SLOW=1")
+        16_384, marks=slow_for("16,384 files")
     ),
 ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import islice, product
 from typing import Any
 
@@ -24,6 +23,7 @@ from accelerate.data_loader.sampling import (
     same_order,
 )
 from accelerate.data_loader.sharding import BatchSamplerShard
+from tests.slow import slow
 
 
 class DealtOut(BatchSampler):
@@ -89,7 +89,7 @@ class Positions:
     [
         (100_003, 257, 3),
         (100_003, 1_000, 120),
-        pytest.param(10**9, 16_384, 500, marks=pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="make slow")),
+        pytest.param(10**9, 16_384, 500, marks=slow),
     ],
 )
 @pytest.mark.parametrize("split", [False, True])

@@ -16,10 +16,11 @@ from accelerate.devices.allocations import AllocationTracker
 from accelerate.errors import PreparationError, SettingError
 from accelerate.guests.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
 from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
+from tests.slow import slow_for
 from tests.torch_needed import needs_torch
 
 ROOT = Path(__file__).resolve().parents[3]
-slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: processes of their own (make slow)")
+slow = slow_for("processes of their own")
 
 
 def traced(make: Any, inputs: Any, **options: Any) -> TrainingTrace:
