@@ -135,15 +135,19 @@ def together(run: Plain, clipped: tuple[int, ...] = ()) -> None:
         run.end_window()
 
 
+def step_each(run: Plain) -> None:
+    for one in (1, 0):
+        run.clip(one)
+        run.step(one)
+        run.zero(one)
+    run.end_window()
+
+
 def clears_after_each_step(run: Plain) -> None:
     for number, rows in enumerate(batches()):
         run.backward(run.loss(rows))
         overflow(run, number)
-        for one in (1, 0):
-            run.clip(one)
-            run.step(one)
-            run.zero(one)
-        run.end_window()
+        step_each(run)
 
 
 def in_turns(run: Plain) -> None:
@@ -167,11 +171,7 @@ def backwards_first(run: Plain) -> None:
         run.backward(run.loss(rows, "second"))
         run.backward(run.loss(rows, "chain"))
         overflow(run, number)
-        for one in (1, 0):
-            run.clip(one)
-            run.step(one)
-            run.zero(one)
-        run.end_window()
+        step_each(run)
 
 
 def one_skips(run: Plain) -> None:
