@@ -429,10 +429,11 @@ class GlobalBatches:
     def _padded(self, whole: object, num_rows: int) -> tuple[object, BatchCoverage]:
         """Pad ``whole`` with rows of the first global batch, so that every rank gets as many."""
         count = self.count
-        if not self._first:
-            self._first = [_cut(whole, slice(0, count), num_rows)]
         size = -(-num_rows // count)
         missing = size * count - num_rows
+        # What can be read again isn't kept: a cut batch holds the memory of the whole one until the epoch ends.
+        if not self._first and (missing or not self._reads_again):
+            self._first = [_cut(whole, slice(0, count), num_rows)]
         if missing:
             if self._reads_again and (first_batches := self.loader.first_batches(sys.maxsize, count)):
                 self._first = [_cut_joined(first_batches, count)]
