@@ -63,13 +63,14 @@ class ValuelessMode(TorchDispatchMode):
         super().__init__()
         self.fake = fake_tensor_mode()
         self._observer, self._communicate = observer, communicate
-        self._plain = (torch.Tensor, nn.Parameter, fake_tensor_class())
+        self._fake_tensor = fake_tensor_class()
         self._depth = 0  # of calls inside of which new tensors have no values either
         self._errors = data_dependent_errors()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, with or without values, and tell the observer."""
-        if any(kind not in self._plain for kind in types):
+        is_fake = self._fake_tensor in types
+        if any(kind not in (torch.Tensor, nn.Parameter, self._fake_tensor) for kind in types):
             return NotImplemented  # a DTensor: its operations on local tensors come here
         kwargs = kwargs or {}
         if func.namespace == "c10d":
@@ -77,13 +78,14 @@ class ValuelessMode(TorchDispatchMode):
             return self._communicate(func, args)
         if func.namespace == "_c10d_functional":
             self._observer.collective(func, args)
-        if not types and not (self._depth and returns_tensor(func) and not _has_tensors(args)):
+        # torch names the classes of tensors with values too: for `data` of a parameter; in 2.6 for any `detach`.
+        if not is_fake and not (self._depth and returns_tensor(func) and not _has_tensors(args)):
             return func(*args, **kwargs)
         try:
             with self.fake:
                 result = func(*args, **kwargs)
             draws = draws_numbers(func, args, kwargs)
-            if not types and (not result.is_floating_point() or (draws and result.numel() == 1)):
+            if not is_fake and (not result.is_floating_point() or (draws and result.numel() == 1)):
                 return func(*args, **kwargs)  # positions, masks, and numbers that decide something keep their values
             if draws:
                 self._observer.drawn(func)
