@@ -157,7 +157,7 @@ COMMANDS_OF_GUESTS: Final = ("commands/estimate.py", "commands/tpu.py")
 
 PICKLE_FILE: Final = "checkpointing/codec.py"
 #: Reads with `weights_only=True`, which runs nothing.
-WEIGHTS_FILE: Final = "distributed/membership.py"
+WEIGHTS_FILE: Final = "guests/fault_tolerance/membership.py"
 
 CORES_FILE: Final = "cores.py"
 THREAD_FILES: Final = ("distributed/world.py", "launch/fork.py")

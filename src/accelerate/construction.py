@@ -31,6 +31,7 @@ from .settings.tree import ROWS, Group
 if TYPE_CHECKING:
     import torch
 
+    from .guests.fault_tolerance.loop import JoinedRun
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.accumulation import GradientState
-    from .training.kept_run import JoinedRun
 
 
 Config = TypeVar("Config")
@@ -483,7 +483,7 @@ def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
     held = cast("JoinedRun", run)
     hooks = held.gradient_state.hooks
     if held.world.replicas is not None:
-        from .training.kept_run import join_replicas
+        from .guests.fault_tolerance.loop import join_replicas
 
         hooks.add(join_replicas(held))
     if held.project_configuration.compare_replicas == "raise":

@@ -24,8 +24,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader.shared_epoch import SharedEpoch
-from accelerate.distributed.membership import Membership
+from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
+from accelerate.guests.fault_tolerance.membership import Membership
 
 folder, num_samples, num_epochs, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 deaths, num_back = json.loads(sys.argv[5]), int(sys.argv[6])  # rank -> (update, place); ranks that live afterwards

@@ -77,7 +77,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "the end of a run that was preempted and has saved, with its exit code; `finally` blocks run": (
         "guests/preemption/loop.py Preemption._save_and_exit SystemExit",
-        "training/kept_run.py _KeptRun._save_and_end SystemExit",
+        "guests/fault_tolerance/loop.py _KeptRun._save_and_end SystemExit",
     ),
     "a file of a command line that isn't there, which main() shows as one line": (
         "commands/parser.py configuration_path FileNotFoundError",

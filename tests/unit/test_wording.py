@@ -16,7 +16,7 @@ from accelerate.distributed.failures import Failure, Traceback, ended_preempted,
 from accelerate.distributed.flight_record import Collective, RankRecord, compare
 from accelerate.distributed.watchdog import StackPosition, verdict
 from accelerate.guests.checks.replica_check import Difference
-from accelerate.launch.replicas import ReplicaMembers
+from accelerate.guests.fault_tolerance.launcher_members import ReplicaMembers
 from accelerate.wording import by_number, some_ranks
 
 SOURCE: Final = Path(accelerate.__file__).parent

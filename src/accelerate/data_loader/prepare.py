@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..distributed.mesh import AXES, DATA_AXES, DataParallelRank
 from ..distributed.world import current_world
 from ..errors import PreparationError, SettingError
+from ..guests.fault_tolerance.shared_epoch import shared_loader
 from ..torch_private.modules import requested_num_samples
 from ..training.accumulation import GradientState
 from .adapter import SequenceShardLoader
@@ -30,7 +31,6 @@ from .prefetch import DataLoaderShard, PreparedLoader
 from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
 from .sharding import BatchSamplerShard, IterableDatasetShard
-from .shared_epoch import shared_loader
 from .token_batches import LengthOf, TokenBatchSampler, with_token_budget
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from .store_client import Coordinator
 if TYPE_CHECKING:
     from types import FrameType
 
+    from ..guests.fault_tolerance.membership import Membership
     from ..torch_private.distributed import Store
     from .environment import ProcessIdentity
-    from .membership import Membership
 
 logger: logging.Logger = logging.getLogger(__name__)
 Released = TypeVar("Released", bound=Callable[[], object])
@@ -352,7 +352,7 @@ def _form(
 
 def _join_members(kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]) -> World:
     """Return the world of a run with kept replicas: without a process group, since a lost rank couldn't leave it."""
-    from .membership import Membership
+    from ..guests.fault_tolerance.membership import Membership
 
     identity = environment.detect(snapshot())
     if identity is None:

@@ -33,11 +33,11 @@ from ..distributed.failures import (
     signal_name,
 )
 from ..errors import LaunchError
+from ..guests.fault_tolerance.launcher_members import ReplicaMembers
 from ..names import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE
 from ..wording import by_number, some_ranks
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
-from .replicas import ReplicaMembers
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that is stopped by the user or the scheduler may save its work for this long.

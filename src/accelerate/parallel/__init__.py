@@ -55,7 +55,9 @@ _ADOPTED = Candidate(f"{__name__}.adopted", "Adopted", _awaits_shards)
 
 #: The core's own candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
-    Candidate(f"{__name__}.kept_replicas", "KeptReplicas", lambda settings, world: world.replicas is not None),
+    Candidate(
+        "accelerate.guests.fault_tolerance.strategy", "KeptReplicas", lambda settings, world: world.replicas is not None
+    ),
     Candidate(f"{__name__}.pipeline.strategy", "Pipeline", _splits_layers),
     Candidate(f"{__name__}.fsdp.fsdp2", "FullyShard", _shards(2)),
     Candidate(f"{__name__}.fsdp.fsdp1", "FlatShard", _shards(1)),

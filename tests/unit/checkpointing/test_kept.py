@@ -14,9 +14,9 @@ import torch
 from accelerate import checkpointing
 from accelerate.checkpointing import objects
 from accelerate.checkpointing.kept import by_lowest_member
-from accelerate.distributed.membership import Membership
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
+from accelerate.guests.fault_tolerance.membership import Membership
 
 
 class Members:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from accelerate.data_loader.shared_epoch import SharedEpoch, SharedLoader, own_share
 from accelerate.errors import CheckpointError, PreparationError
+from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch, SharedLoader, own_share
 from accelerate.training.accumulation import GradientState
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.guests.fault_tolerance.launcher_members import ReplicaMembers, remove_left_folders
 from accelerate.launch import reaper
-from accelerate.launch.replicas import ReplicaMembers, remove_left_folders
 
 
 class Launcher:

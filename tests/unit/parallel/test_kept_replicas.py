@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.distributed.membership import Membership
 from accelerate.errors import CollectiveError, PreparationError
-from accelerate.parallel.kept_replicas import KeptReplicas
+from accelerate.guests.fault_tolerance.membership import Membership
+from accelerate.guests.fault_tolerance.strategy import KeptReplicas
 
 
 class TwoMembers:

@@ -28,10 +28,10 @@ from .notices import Notices
 from .policy import PreemptionPolicy
 
 if TYPE_CHECKING:
-    from ...distributed.membership import Membership
     from ...plugins.handlers import ProjectConfiguration
     from ...settings.tree import Settings
     from ...training.accumulation import GradientState
+    from ..fault_tolerance.membership import Membership
     from .agreement import Point
 
 _log = logging.getLogger(__name__)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from ..distributed.random import capture_host_streams, host_streams
-from ..errors import CheckpointError, CollectiveError, PreparationError
-from .prefetch import Delivery, PreparedLoader
-from .resume import SavedPosition
-from .sampling import BatchInfo
+from ...data_loader.prefetch import Delivery, PreparedLoader
+from ...data_loader.resume import SavedPosition
+from ...data_loader.sampling import BatchInfo
+from ...distributed.random import capture_host_streams, host_streams
+from ...errors import CheckpointError, CollectiveError, PreparationError
 
 if TYPE_CHECKING:
-    from ..distributed.membership import Membership
+    from .membership import Membership
 
 
 @final

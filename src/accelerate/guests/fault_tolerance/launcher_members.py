@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
-from ..errors import LaunchError
-from ..names import REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE, REPLICAS_SOCKET_NAME
-from ..wording import by_number, some_ranks
+from ...errors import LaunchError
+from ...names import REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE, REPLICAS_SOCKET_NAME
+from ...wording import by_number, some_ranks
 
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100

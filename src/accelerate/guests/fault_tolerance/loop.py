@@ -6,18 +6,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from ..distributed.failures import RECORDS_VARIABLE, record_saved
-from ..distributed.membership import Membership
-from ..distributed.random import capture_host_streams, restore_rng_states
-from ..distributed.world import World
-from ..errors import SettingError
-from ..seams import LoopHook
-from ..settings import env
-from ..settings.tree import Settings
-from .accumulation import GradientState
+from ...distributed.failures import RECORDS_VARIABLE, record_saved
+from ...distributed.random import capture_host_streams, restore_rng_states
+from ...distributed.world import World
+from ...errors import SettingError
+from ...seams import LoopHook
+from ...settings import env
+from ...settings.tree import Settings
+from ...training.accumulation import GradientState
+from .membership import Membership
 
 if TYPE_CHECKING:
-    from ..plugins.handlers import ProjectConfiguration
+    from ...plugins.handlers import ProjectConfiguration
 
 
 class JoinedRun(Protocol):

@@ -18,15 +18,15 @@ from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
-from ..errors import CollectiveError, WorldError
-from ..names import (
+from ...errors import CollectiveError, WorldError
+from ...names import (
     REPLICA_JOINS_VARIABLE,
     REPLICAS_FOLDER_VARIABLE,
     REPLICAS_MINIMUM_VARIABLE,
     REPLICAS_SOCKET_NAME,
 )
-from ..settings.env import read
-from ..settings.preemption import PREEMPTED_EXIT_CODE
+from ...settings.env import read
+from ...settings.preemption import PREEMPTED_EXIT_CODE
 
 Made = TypeVar("Made")
 

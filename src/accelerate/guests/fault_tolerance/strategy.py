@@ -9,13 +9,13 @@ from typing import Any, Final, final
 
 import torch
 
-from ..data_loader.shared_epoch import SharedLoader
-from ..distributed.membership import Membership
-from ..distributed.world import World
-from ..errors import PreparationError
-from ..settings.labels import DistributedType
-from ..settings.tree import ROWS
-from .base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+from ...distributed.world import World
+from ...errors import PreparationError
+from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+from ...settings.labels import DistributedType
+from ...settings.tree import ROWS
+from .membership import Membership
+from .shared_epoch import SharedLoader
 
 #: The groups of settings that ask for another strategy, and the plugins of the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
