@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from . import seams
 from .callers import warn_of_old_spelling
@@ -23,7 +23,7 @@ from .plugins.data import DataLoaderConfiguration
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
-from .seams import LoopHook, check_is_there, loop_hooks
+from .seams import LoopHook, LoopHooks, check_is_there, loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
 from .settings.tree import ROWS, Group
@@ -31,7 +31,6 @@ from .settings.tree import ROWS, Group
 if TYPE_CHECKING:
     import torch
 
-    from .guests.fault_tolerance.loop import JoinedRun
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
@@ -480,15 +479,11 @@ def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: st
 
 def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
     """Add the hooks to the loop of ``run``, an Accelerator, by which guests take part in it."""
-    held = cast("JoinedRun", run)
-    hooks = held.gradient_state.hooks
-    if held.world.replicas is not None:
-        from .guests.fault_tolerance.loop import join_replicas
-
-        hooks.add(join_replicas(held))
+    held: Any = run
+    hooks: LoopHooks = held.gradient_state.hooks
     if held.project_configuration.compare_replicas == "raise":
         check_is_there("checks", "ProjectConfiguration(compare_replicas='raise')")
-    options = held.settings.preemption
+    options: PreemptionOptions = held.settings.preemption
     asked = options if preemption is None and options.save_on_signal else preemption
     for hook in loop_hooks(run, {"preemption": asked}):
         hooks.add(hook)
@@ -496,7 +491,8 @@ def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
 
 def add_loop_hooks_to_copy(run: object) -> None:
     """Add the hooks that nothing has to ask for to the loop of ``run``, a copy in another process."""
-    hooks = cast("JoinedRun", run).gradient_state.hooks
+    held: Any = run
+    hooks: LoopHooks = held.gradient_state.hooks
     if not hooks.of(LoopHook):  # else it shares the loop of an Accelerator of this process
         for hook in loop_hooks(run, {}):
             hooks.add(hook)

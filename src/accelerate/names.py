@@ -27,15 +27,6 @@ CHECKPOINTS_FOLDER: Final = "checkpoints"
 CHECKPOINT_NAME: Final = "checkpoint"
 MANIFEST_NAME: Final = "manifest.json"
 
-#: Of a run whose replicas are kept: the launcher's folder, with its socket and what ranks give each other.
-REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
-#: Set where a process takes the place of a lost rank.
-REPLICA_JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
-#: With fewer living members, these save and end.
-REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
-#: The launcher's socket in that folder.
-REPLICAS_SOCKET_NAME: Final = "members"
-
 
 def engine_tag(index: int = 0) -> str:
     """Return the name of the folder that DeepSpeed's engine of model ``index`` writes inside a checkpoint."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 from .errors import SettingError
 
@@ -152,6 +153,69 @@ class LoopHooks:
             setattr(self, moment, tuple(getattr(hook, moment) for hook in asked))
 
 
+class NoticeSource(Protocol):
+    """Notices to this process that all ranks shall save and end."""
+
+    def take(self, seconds: float) -> str | None:
+        """Wait for a notice that long, and return its reason."""
+        ...
+
+    def ignore(self) -> None:
+        """Take no more notices, because the ranks end."""
+        ...
+
+
+class Members(ABC):
+    """The base class of how ranks agree in a world without a process group, any of whose ranks may be lost.
+
+    A guest makes the object where a process joins such a world (`Guest.members`); `World.members` holds it.
+    """
+
+    @property
+    @abstractmethod
+    def writes_files(self) -> bool:
+        """Whether this process writes what one rank writes for all."""
+
+    @abstractmethod
+    def wait_for_everyone(self) -> None:
+        """Wait until every living rank makes this call."""
+
+    @abstractmethod
+    def why_not(self, operation: str) -> str:
+        """Return why ``operation``, a collective of a process group, can't run in such a world."""
+
+    @abstractmethod
+    def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
+        """Call ``save`` on one rank, and return the checkpoint's folder, its result, on all ranks.
+
+        Args:
+            is_window_open: gradients of an accumulation window are to be saved too.
+        """
+
+    @abstractmethod
+    def prepare_data_loader(
+        self,
+        dataloader: object,
+        arguments: Mapping[str, object],
+        data_seed: int | None,
+        common: Mapping[str, object],
+    ) -> object:
+        """Return a prepared loader over the same data.
+
+        Args:
+            arguments: those of `prepare_data_loader` that only a process group can follow, by name.
+            common: the arguments of every prepared loader.
+        """
+
+    @abstractmethod
+    def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
+        """Let all ranks save, and end with ``exit_code``, after a notice to this process.
+
+        Args:
+            start_notices: begins to listen for notices; called once in a process.
+        """
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -161,11 +225,13 @@ class Candidate:
         module: of the class, an absolute name.
         name: of the class.
         suits: ``(settings, world) -> bool``, whether the strategy trains such a run.
+        is_instead_of_others: it trains the run also where others suit; what they are asked for, it refuses.
     """
 
     module: str
     name: str
     suits: Callable[..., bool]
+    is_instead_of_others: bool = False
 
     def load(self) -> Any:
         """Import and return the class."""
@@ -186,6 +252,9 @@ class Guest:
             return a :class:`LoopHook`, or None.
         functions: by names, functions that methods of the Accelerator call, each as ``module:function``.
         strategies: parallelism strategies.
+        members: by the environment variables with which a launcher asks for it, functions, each as
+            ``module:function``, called with the rank of a process that joins such a world. They return its
+            :class:`Members`.
         plugin: of an engine that trains in the core's place, ``module:function``, called with the settings, the
             Accelerator's arguments and the state of the first Accelerator. It returns the plugin, or several by name,
             and the one in use, in the run's precision. The engine's group of settings has the name of the folder.
@@ -197,6 +266,7 @@ class Guest:
     runs: tuple[str, ...] = ()
     functions: Mapping[str, str] = field(default_factory=dict[str, str])
     strategies: tuple[Candidate, ...] = ()
+    members: Mapping[str, str] = field(default_factory=dict[str, str])
     plugin: str = ""
 
 
@@ -256,8 +326,14 @@ def check_is_there(name: str, asked: str) -> None:
 
 
 def strategies() -> tuple[Candidate, ...]:
-    """Return the strategies that guests bring."""
-    return tuple(candidate for guest in guests().values() for candidate in guest.strategies)
+    """Return the strategies that guests bring, first those that are chosen instead of others."""
+    found = [candidate for guest in guests().values() for candidate in guest.strategies]
+    return tuple(sorted(found, key=lambda candidate: not candidate.is_instead_of_others))
+
+
+def members() -> dict[str, str]:
+    """Return the functions that make the :class:`Members` of a world, by the variables that ask for them."""
+    return {variable: target for guest in guests().values() for variable, target in guest.members.items()}
 
 
 def guests_of_others() -> Iterator[Guest]:

@@ -131,6 +131,24 @@ def test_who_asks_for_a_guest_that_is_not_there_is_told(name: str, asked: str, t
     assert f"needs the folder accelerate/guests/{name}, which this installation doesn't have" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("fault_tolerance", ["--keep_replicas", "1"]),
+        ("fault_tolerance", ["--min_replicas", "2"]),
+        ("pretend", ["--pretend", "8"]),
+    ],
+)
+def test_a_flag_of_a_guest_that_is_not_there_is_refused(name: str, flags: list[str], tmp_path: Path) -> None:
+    environment = without([name], tmp_path / "source")
+    (tmp_path / "train.py").write_text("")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    ran = subprocess.run(
+        [*command, *flags, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 2 and f"`{' '.join(flags)}` (flag {flags[0]}) needs the folder" in ran.stderr, ran.stderr
+
+
 def test_the_core_trains_on_two_ranks_without_any(tmp_path: Path) -> None:
     environment = without(GUESTS, tmp_path / "source")
     (tmp_path / "train.py").write_text(TRAIN)

@@ -31,7 +31,7 @@ folder, num_samples, num_epochs, pause = Path(sys.argv[1]), int(sys.argv[2]), in
 deaths, num_back = json.loads(sys.argv[5]), int(sys.argv[6])  # rank -> (update, place); ranks that live afterwards
 torch.set_default_dtype(torch.float64)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=folder / "run")
-rank, members = accelerator.process_index, accelerator.world.replicas
+rank, members = accelerator.process_index, accelerator.world.members
 is_new = members.is_joining or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 log = (folder / f"log_{rank}_{os.getpid()}").open("w")
 (folder / f"pid_{rank}").write_text(str(os.getpid()))
@@ -49,7 +49,7 @@ class Data(torch.utils.data.Dataset):
     def __len__(self):
         return num_samples
     def __getitem__(self, index):
-        if accelerator.world.replicas.members:
+        if accelerator.world.members.members:
             die("data")
         return self.x[index], self.x[index].sum().reshape(1), index
 

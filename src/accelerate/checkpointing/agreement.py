@@ -45,7 +45,7 @@ class Ranks:
     def __init__(
         self, world: World | None = None, store_collectives: StoreCollectives | None = None, *, alone: bool = False
     ) -> None:
-        if world is not None and world.replicas is not None:
+        if world is not None and world.members is not None:
             world = None  # whose ranks may be lost: one writes for all, and each reads by itself
         self._world = None if alone else world
         self._alone = alone
@@ -126,8 +126,7 @@ def write_on_main(
 ) -> None:
     """Run ``write()`` on the main process, which doesn't wait for the other ranks; they wait for it.
 
-    Where replicas are kept, any rank may be lost, and none waits. A new main process that comes to the place of the
-    others writes nothing on its way: the one before it has.
+    Where any rank may be lost, none waits.
 
     Args:
         moment: tells this call from others that are made from the same line.
@@ -135,8 +134,8 @@ def write_on_main(
     Raises:
         CheckpointError: on every rank that calls this, when it failed; the text says that ``what`` can't be done.
     """
-    if world is not None and world.replicas is not None:
-        if world.replicas.writes_files:
+    if world is not None and world.members is not None:
+        if world.members.writes_files:
             write()
         return
     coordinator = world.coordinator if world is not None and world.is_distributed else None

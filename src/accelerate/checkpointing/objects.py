@@ -148,8 +148,8 @@ def read_custom_state(folder: Path, index: int, *, allow_pickle: bool = False) -
 
 def _is_writer(save_on_each_node: bool) -> bool:
     world = current_world()
-    if world is not None and world.replicas is not None:
-        return world.replicas.writes_files
+    if world is not None and world.members is not None:
+        return world.members.writes_files
     ranks = Ranks(world)
     return ranks.is_main or (save_on_each_node and ranks.is_local_main)
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat, final
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsFloat, final
 
 from ..distributed.call_rendezvous import CallParticipants
 from ..distributed.collectives import require_group
@@ -22,7 +22,6 @@ from ..wording import by_number, some_ranks
 from .agreement import Ranks, StoreCollectives
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
-from .kept import by_lowest_member
 from .layout import OPEN_WINDOW, STREAMS_ALIKE
 from .manifest import OPTIMIZER_UPDATES, PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass
@@ -95,7 +96,25 @@ class Saving:
             self.store.ranks.close()
 
 
-@by_lowest_member
+def _by_members(
+    save: Callable[Concatenate[RunState, Arguments], str],
+) -> Callable[Concatenate[RunState, Arguments], str]:
+    """Let the members of a world without a process group decide which of them calls ``save``."""
+
+    @wraps(save)
+    def saved(run: RunState, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> str:
+        if run.world is None or run.world.members is None:
+            return save(run, *args, **kwargs)
+        is_window_open = run.open_window is not None and run.open_window.state_dict() is not None
+        folder = run.world.members.save(partial(save, run, *args, **kwargs), is_window_open=is_window_open)
+        if run.project.automatic_checkpoint_naming:
+            run.project.iteration = number_of(folder) + 1
+        return folder
+
+    return saved
+
+
+@_by_members
 def save_run(
     run: RunState,
     output_dir: str | PathLike[str] | None = None,

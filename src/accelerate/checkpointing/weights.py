@@ -266,7 +266,7 @@ def save_model(
             write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
 
     what = f"save the model to {save_directory}"
-    if not on_each_node or (world is not None and world.replicas is not None):  # these are on one machine
+    if not on_each_node or (world is not None and world.members is not None):  # these are on one machine
         write_on_main(world, "save_model", str(save_directory), write, what, moment=moment)
         return
     ranks, error = Ranks(world), None

@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..distributed.mesh import AXES, DATA_AXES, DataParallelRank
 from ..distributed.world import current_world
 from ..errors import PreparationError, SettingError
-from ..guests.fault_tolerance.shared_epoch import shared_loader
 from ..torch_private.modules import requested_num_samples
 from ..training.accumulation import GradientState
 from .adapter import SequenceShardLoader
@@ -212,17 +211,17 @@ def prepare_data_loader(
 def _shared(
     dataloader: DataLoader[object], asked: Sequence[object], data_seed: int | None, common: PreparedArguments
 ) -> PreparedLoader | None:
-    """Return the loader of a run whose replicas are kept; None in another run."""
+    """Return the loader of a world without a process group; None in another."""
     world = current_world()
-    if world is None or world.replicas is None:
+    if world is None or world.members is None:
         return None
-    refused: dict[str, object] = {
+    arguments: dict[str, object] = {
         **dict(zip(("dispatch_batches", "split_batches", "token_budget", "already_sharded"), asked, strict=True)),
         "use_stateful_dataloader": common.get("use_stateful_dataloader"),
         "augment_by_sample": common.get("sample_seed"),
     }
-    prepared = shared_loader(dataloader, world.replicas, world.size, refused, data_seed, **common)
-    return _shown(prepared, dataloader, None, dataloader.batch_size)
+    prepared = world.members.prepare_data_loader(dataloader, arguments, data_seed, {**common})
+    return _shown(cast("PreparedLoader", prepared), dataloader, None, dataloader.batch_size)
 
 
 # -- the data-parallel rank --------------------------------------------------------------------------------

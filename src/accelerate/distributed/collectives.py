@@ -107,11 +107,8 @@ def coordinator_of(world: World, name: str) -> Coordinator:
     """Return the coordinator of `world` for operation `name`. Raises CollectiveError for a pretended world."""
     if world.coordinator is not None:
         return world.coordinator
-    if world.replicas is not None:
-        raise CollectiveError(
-            f"`{name}` under `accelerate launch --keep_replicas`: the ranks of such a run share gradients only, as any "
-            "rank may be lost. Compute metrics on the main process, or leave --keep_replicas out."
-        )
+    if world.members is not None:
+        raise CollectiveError(world.members.why_not(name))
     if world.kind.runtime:
         raise NotBuilt(f"`{name}` between {world.kind.name} processes isn't built in this version.")
     raise CollectiveError(f"`{name}`: this is a pretended world of {world.size}; it can't communicate.")

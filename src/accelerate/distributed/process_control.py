@@ -37,9 +37,8 @@ def wait_for_everyone(world: World | None = None) -> None:
     here = world_or_joined(world)
     if here.size == 1:
         return
-    if here.replicas is not None:
-        if not here.replicas.is_behind:  # else the others have been here before
-            here.replicas.exchange("wait_for_everyone")
+    if here.members is not None:
+        here.members.wait_for_everyone()
         return
     coordinator = coordinator_of(here, "wait_for_everyone")
     here.kind.synchronize()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 import torch
 import torch.distributed as dist
 
+from .. import seams
 from ..cores import threads_of_this_rank
 from ..devices import hardware, table
 from ..devices.table import DeviceKind
@@ -34,7 +35,7 @@ from .store_client import Coordinator
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ..guests.fault_tolerance.membership import Membership
+    from ..seams import Members
     from ..torch_private.distributed import Store
     from .environment import ProcessIdentity
 
@@ -61,7 +62,7 @@ class World:
     fork_launched: bool = False
     coordinator: Coordinator | None = field(default=None, repr=False, compare=False)
     group: Any = field(default=None, repr=False, compare=False)  # what its ranks communicate in; None: all processes
-    replicas: Membership | None = field(default=None, repr=False, compare=False)  # of a run that survives lost ranks
+    members: Members | None = field(default=None, repr=False, compare=False)  # instead of a process group
 
     @property
     def is_main(self) -> bool:
@@ -86,7 +87,7 @@ class World:
     @property
     def label(self) -> str:
         """The DistributedType of plain replicas in this world."""
-        return self.kind.label if self.backend is not None or self.replicas is not None else "NO"
+        return self.kind.label if self.backend is not None or self.members is not None else "NO"
 
     @property
     def debug(self) -> bool:
@@ -158,8 +159,8 @@ def join_world(
         set_debug(True)
     if kind.runtime:
         _world = _join_runtime(kind, facts, spmd)
-    elif not alone and read("ACCELERATE_REPLICAS_FOLDER"):
-        _world = _join_members(kind, requested, facts)
+    elif not alone and (asked := [variable for variable in seams.members() if read(variable)]):
+        _world = _join_members(asked[0], kind, requested, facts)
     elif _has_group() and not alone:
         _world = _adopt(requested, timeout, facts)
     else:
@@ -350,15 +351,15 @@ def _form(
     )
 
 
-def _join_members(kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]) -> World:
-    """Return the world of a run with kept replicas: without a process group, since a lost rank couldn't leave it."""
-    from ..guests.fault_tolerance.membership import Membership
-
+def _join_members(
+    variable: str, kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]
+) -> World:
+    """Return a world without a process group, which a lost rank couldn't leave; ``variable`` asks for its members."""
     identity = environment.detect(snapshot())
     if identity is None:
         raise WorldError(
-            "ACCELERATE_REPLICAS_FOLDER is set, but RANK and WORLD_SIZE are not. Start the script with `accelerate "
-            "launch --keep_replicas N`, or unset the variable."
+            f"{variable}={read(variable)}, which a launcher sets, is there, but RANK and WORLD_SIZE are not. Start the "
+            "script with the launcher, or unset the variable."
         )
     if kind is table.CPU:
         _share_cores(identity)
@@ -368,7 +369,7 @@ def _join_members(kind: DeviceKind, requested: torch.device | str | None, facts:
         identity.local_rank,
         identity.local_size,
         _choose_device(kind, requested, identity),
-        replicas=Membership.of_environment(identity.rank),
+        members=seams.load(seams.members()[variable])(identity.rank),
         **facts,
     )
 

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, final
 
 from ..errors import LaunchError
-from ..names import REPLICAS_FOLDER_VARIABLE
+from ..seams import members
 from .engine import LOOPBACK, LaunchEngine, base_environment, count_processes, device_notes, logs_of, rendezvous_port
 from .plan import LaunchPlan, Program
 
@@ -50,9 +50,6 @@ class LocalProcesses(LaunchEngine):
             logs=logs_of(settings),
             notes=(*notes, *device_notes(settings, host, size)),
             grace_seconds=settings.preemption.grace_seconds,
-            num_replacements=settings.launch.keep_replicas,
-            min_replicas=settings.launch.min_replicas,
-            num_restarts=settings.launch.max_restarts,
         )
 
     def run(self, plan: LaunchPlan) -> int:
@@ -163,8 +160,8 @@ def _nested_launch_environment(settings: Settings, host: Host) -> tuple[dict[str
         ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"), "0")
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
         own = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(host.free_port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        own[REPLICAS_FOLDER_VARIABLE] = ""  # its replicas aren't those of the launch around it
-        return {**ranks, **sizes, **own}, ()
+        around_only = dict.fromkeys(members(), "")  # its ranks aren't those of the launch around it
+        return {**ranks, **sizes, **own, **around_only}, ()
     return {}, (
         f"this process joins as rank {around['RANK']} of {around['WORLD_SIZE']}, as the launcher around it says (RANK, "
         "WORLD_SIZE); for a world of its own give --num_processes 1",

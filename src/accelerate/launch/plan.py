@@ -112,12 +112,8 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     #: How long ranks that are signaled to stop may go on.
     grace_seconds: float = 30.0
-    #: How many lost ranks are replaced by new processes, while the others go on; 0: a lost rank ends the run.
-    num_replacements: int = 0
-    #: With fewer living ranks than this, where lost ones are replaced, these save, and the run ends.
-    min_replicas: int = 1
-    #: How many times a run whose ranks are replaced is started again, after it has ended otherwise than well.
-    num_restarts: int = 0
+    #: Whether the others go on when a rank is lost, so that they gather nothing from each other.
+    survives_lost_ranks: bool = False
 
     def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """Yield the whole environment of each process of this host."""

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType
 from typing import Final, Protocol, final
@@ -33,8 +34,7 @@ from ..distributed.failures import (
     signal_name,
 )
 from ..errors import LaunchError
-from ..guests.fault_tolerance.launcher_members import ReplicaMembers
-from ..names import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE
+from ..seams import members
 from ..wording import by_number, some_ranks
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
@@ -148,7 +148,7 @@ class Reaper:
 
 @final
 @dataclass
-class _Rank:
+class Rank:
     """The process of one rank and, after its end, its exit code and usage."""
 
     rank: int
@@ -193,6 +193,50 @@ class _Stop:
 
 
 @final
+@dataclass(frozen=True)
+class Loss:
+    """The decision about a run after the process of one of its ranks has ended.
+
+    Attributes:
+        goes_on: the others go on without it, although it has failed.
+        message: what is said about that.
+        replacement: the environment of a new process in its place; None: there is none.
+        given_up: further ranks of which the run needs nothing any more.
+    """
+
+    goes_on: bool = False
+    message: str = ""
+    replacement: Mapping[str, str] | None = None
+    given_up: Collection[int] = ()
+
+
+class LossPolicy(ABC):
+    """Decides what becomes of a run when one of its ranks is lost. Without one, the run ends."""
+
+    @abstractmethod
+    def begin(self, selector: selectors.BaseSelector, reaper: Reaper) -> None:
+        """Prepare what the ranks need, before the first is started."""
+
+    @abstractmethod
+    def environment(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one rank, whose ``plan`` says the others."""
+
+    @abstractmethod
+    def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:
+        """Return what becomes of the run after ``rank`` has ended with exit code ``code``.
+
+        Args:
+            plan: the variables of the rank.
+            has_saved: it has saved, to be started again.
+            may_go_on: it has failed, and the run isn't being stopped.
+        """
+
+    @abstractmethod
+    def missed(self, well: Collection[int]) -> str:
+        """Return what a run that ranks ``well`` have ended with code 0 lacks; "" where nothing."""
+
+
+@final
 @dataclass
 class Supervisor:
     """The supervisor of a plan's ranks on this host."""
@@ -206,11 +250,11 @@ class Supervisor:
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     #: Print the first cause at the end; callers that raise it leave it to the exception.
     report_failures: bool = True
-    #: The members of a run that goes on when ranks are lost; None: their loss ends the run.
-    members: ReplicaMembers | None = None
+    #: What becomes of the run when a rank is lost; None: it ends.
+    losses: LossPolicy | None = None
     failures: list[Failure] = field(default_factory=list)
     _records: EndRecords = field(default_factory=EndRecords)
-    _ranks: list[_Rank] = field(default_factory=list)
+    _ranks: list[Rank] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _stop: _Stop | None = None
     _first_end: float | None = None
@@ -244,9 +288,8 @@ class Supervisor:
         try:
             with self._signals() as signals:
                 self._selector.register(signals, selectors.EVENT_READ, None)
-                if self.members is not None:
-                    reaper.remove_at_end(self.members.folder)
-                    self.members.register(self._selector)
+                if self.losses is not None:
+                    self.losses.begin(self._selector, reaper)
                 self._start_all(reaper)
                 while any(rank.is_running for rank in self._ranks):
                     self._wait(signals)
@@ -268,24 +311,23 @@ class Supervisor:
         self._started_at, self._started = time.monotonic(), time.time()
         self._records.note_logs(self.plan.logs.directory)
         for local_rank, environment in enumerate(self.plan.environments(self.environment)):
-            self._start(local_rank, environment, reaper)
+            self._start(local_rank, self._environment_of(environment), reaper)
 
-    def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper, *, joins: bool = False) -> None:
-        """Start the process of one rank, which ``joins`` others in the place of a lost one."""
+    def _environment_of(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one rank, whose ``plan`` says the others."""
+        if self.losses is not None:
+            return self.losses.environment(plan)
+        return {name: value for name, value in plan.items() if name not in members()}  # of a launch around this one
+
+    def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper) -> None:
+        """Start the process of one rank."""
         environment |= self._records.environment
-        environment.pop(REPLICA_JOINS_VARIABLE, None)  # of a launch around this one
-        if joins:
-            environment[REPLICA_JOINS_VARIABLE] = "1"
-        if self.members is not None:
-            environment |= self.members.environment
-        else:
-            environment.pop(REPLICAS_FOLDER_VARIABLE, None)  # of a launch around this one
         number = int(environment.get("RANK", local_rank))
         with contextlib.ExitStack() as child_side:
             streams, stdout, stderr = self._streams(local_rank, number, child_side)
             pid = self.start(local_rank, environment, stdout, stderr)
         reaper.add(pid)
-        rank = _Rank(number, pid, streams, self.plan.logs.file(number, "stderr"))
+        rank = Rank(number, pid, streams, self.plan.logs.file(number, "stderr"))
         self._ranks.append(rank)
         for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
@@ -344,7 +386,7 @@ class Supervisor:
 
     def _reap(self, reaper: Reaper, memory: MemoryWatch) -> None:
         """Record the ranks that have ended, and begin to stop the others after a failure."""
-        ended: list[_Rank] = []
+        ended: list[Rank] = []
         for rank in self._ranks:
             if not rank.is_running:
                 continue
@@ -358,15 +400,9 @@ class Supervisor:
                 self._selector.unregister(rank.pidfd)
                 os.close(rank.pidfd)
             ended.append(rank)
-        self._report_stragglers([rank for rank in ended if self.members is None or rank.returncode == 0])
+        ended = [rank for rank in ended if not self._goes_on_without(rank, reaper)]
+        self._report_stragglers(ended)
         for rank in ended:
-            if self.members is not None and self._goes_on_without(rank, self.members):
-                rank.kill_group()
-                reaper.remove(rank.pid)
-                if rank.returncode != 0 and self._stop is None and self.members.replace():
-                    environment = [*self.plan.environments(self.environment)][rank.rank]
-                    self._start(rank.rank, environment, reaper, joins=True)
-                continue
             if rank.returncode != 0 and self._stop is None:
                 has_saved = self._is_preempted(rank)  # as the others are about to be
                 grace = self.stop_grace_seconds if has_saved else OUTPUT_GRACE_SECONDS
@@ -375,30 +411,28 @@ class Supervisor:
                 rank.kill_group()
             reaper.remove(rank.pid)
 
-    def _goes_on_without(self, rank: _Rank, members: ReplicaMembers) -> bool:
-        """Tell the others that ``rank`` has ended; return whether they go on, although it failed."""
-        was_member = rank.rank in members.members
-        members.lost(rank.rank, has_failed=rank.returncode != 0)
-        if was_member and (members.ending or not members.members):  # nobody is left to join
-            for other in self._ranks:
-                if other.is_running and other.rank not in members.members:
-                    other.is_given_up = True
-                    other.kill_group()
-        has_saved = members.ending and self._is_preempted(rank)
-        if rank.returncode == 0 or self._stop is not None or not members.members or has_saved:
+    def _goes_on_without(self, rank: Rank, reaper: Reaper) -> bool:
+        """Return whether the others go on without ``rank``, which has ended; another process may take its place."""
+        if self.losses is None:
+            return False
+        plan, code = [*self.plan.environments(self.environment)][rank.rank], rank.returncode or 0
+        may_go_on = code != 0 and self._stop is None
+        loss = self.losses.ended(rank.rank, code, plan, has_saved=self._is_preempted(rank), may_go_on=may_go_on)
+        for other in self._ranks:
+            if other.is_running and other.rank in loss.given_up:
+                other.is_given_up = True
+                other.kill_group()
+        if not loss.goes_on:
             return False
         rank.is_given_up = True
-        living, left = some_ranks(members.members), members.num_replacements - members.num_replaced
-        if members.ending:
-            outlook = f"{members.ending}: the run saves and ends."
-        elif left:
-            outlook = f"the run goes on with {living}. A new process takes its place ({left - 1} more may)."
-        else:
-            outlook = f"the run goes on with {living}. No more processes may take its place."
-        self._print(f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); {outlook}")
+        self._print(f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); {loss.message}")
+        rank.kill_group()
+        reaper.remove(rank.pid)
+        if loss.replacement is not None:
+            self._start(rank.rank, dict(loss.replacement), reaper)
         return True
 
-    def _report_stragglers(self, ended: Sequence[_Rank]) -> None:
+    def _report_stragglers(self, ended: Sequence[Rank]) -> None:
         """Print once which ranks still run a while after another has ended with code 0."""
         now = time.monotonic()
         if self._first_end is None and ended:
@@ -484,7 +518,7 @@ class Supervisor:
             is_inside_line = any(stream.is_inside_line for rank in self._ranks for stream in rank.streams)
             self._print("\n" * is_inside_line + report(self.failures, self.plan.num_processes, ended=self.ended))
 
-    def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:
+    def _failure_of(self, rank: Rank, memory: MemoryWatch) -> Failure | None:
         if not rank.returncode or rank.is_given_up:
             return None
         errors = rank.streams[-1]
@@ -509,21 +543,18 @@ class Supervisor:
             is_preempted=self._is_preempted(rank),
         )
 
-    def _is_preempted(self, rank: _Rank) -> bool:
+    def _is_preempted(self, rank: Rank) -> bool:
         return self._records.is_preempted(rank.rank, rank.returncode, {**self.environment, **self.plan.environment})
 
     def _exit_code(self) -> int:
-        """Return the exit code of the first cause, 0 without one; 1 where the main process was lost and is missed."""
+        """Return the exit code of the first cause, 0 without one; 1 where a lost rank is missed."""
         first = first_cause(self.failures)
         if first is not None:
             return first.exit_code
-        is_missed = self.members is not None and not any(one.rank == 0 and one.returncode == 0 for one in self._ranks)
-        if is_missed:
-            self._print(
-                "accelerate launch: the run came to its end without rank 0, which was lost: what the main process does "
-                "after the loop (`if accelerator.is_main_process:`) wasn't done, so the exit code is 1."
-            )
-        return int(is_missed)
+        missed = self.losses.missed([rank.rank for rank in self._ranks if rank.returncode == 0]) if self.losses else ""
+        if missed:
+            self._print(f"accelerate launch: {missed}")
+        return int(bool(missed))
 
     def _print(self, text: str) -> None:
         data = f"{text}\n".encode()
@@ -559,7 +590,7 @@ class Supervisor:
             os.close(write_end)
 
 
-def _how_it_ended(rank: _Rank) -> str:
+def _how_it_ended(rank: Rank) -> str:
     code = rank.returncode or 0
     return signal_name(-code) if code < 0 else f"exit code {code}"
 
@@ -586,28 +617,6 @@ def open_channel(like: int) -> tuple[int, int]:
 
 
 def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Sequence[Failure]]:
-    """Run the plan's command once for each of its ranks and return (exit code, failures).
-
-    A run whose lost ranks are replaced is started again after a failure, as often as the plan says.
-    """
-    num_restarts = plan.num_restarts if plan.num_replacements else 0
-    number = 0
-    while True:
-        members = None
-        if plan.num_replacements:
-            members = ReplicaMembers(plan.num_processes, plan.num_replacements, plan.min_replicas)
-            plan = replace(plan, environment={**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(number)})
-        supervisor = Supervisor(
-            plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds, members=members
-        )
-        try:
-            code = supervisor.run()
-        finally:
-            if members is not None:
-                members.close()
-        is_told = supervisor.received is not None or (members is not None and members.is_preempted)
-        if code == 0 or is_told or number == num_restarts:
-            return code, supervisor.failures
-        number += 1
-        text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number} of "
-        write_all(2, f"{text}{num_restarts}), and goes on where it calls `accelerator.resume()`.\n".encode())
+    """Run the plan's command once for each of its ranks and return (exit code, failures)."""
+    supervisor = Supervisor(plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds)
+    return supervisor.run(), supervisor.failures

@@ -55,9 +55,6 @@ _ADOPTED = Candidate(f"{__name__}.adopted", "Adopted", _awaits_shards)
 
 #: The core's own candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
-    Candidate(
-        "accelerate.guests.fault_tolerance.strategy", "KeptReplicas", lambda settings, world: world.replicas is not None
-    ),
     Candidate(f"{__name__}.pipeline.strategy", "Pipeline", _splits_layers),
     Candidate(f"{__name__}.fsdp.fsdp2", "FullyShard", _shards(2)),
     Candidate(f"{__name__}.fsdp.fsdp1", "FlatShard", _shards(1)),
@@ -69,13 +66,12 @@ ORDER: tuple[Candidate, ...] = (
 
 
 def choose(settings: Settings, world: World, options: StrategyOptions) -> Strategy:
-    """Return the strategy that ``settings`` ask for in ``world``; guests are asked after the first row of `ORDER`.
+    """Return the strategy that ``settings`` ask for in ``world``; guests are asked before the rows of `ORDER`.
 
     Raises:
         NotBuilt: the guest that trains on such devices is missing.
     """
-    first, *others = ORDER
-    for candidate in (first, *seams.strategies(), *others):
+    for candidate in (*seams.strategies(), *ORDER):
         if candidate.suits(settings, world):
             return candidate.load()(world, options)
     raise NotBuilt(

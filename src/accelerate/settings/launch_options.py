@@ -97,6 +97,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         key=None,
         minimum=0,
         flag_default=0,
+        guest="fault_tolerance",
     )
     min_replicas: int = option(
         1,
@@ -104,6 +105,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         key=None,
         minimum=1,
         flag_default=1,
+        guest="fault_tolerance",
     )
     monitor_interval: float = option(
         0.1, "Seconds between two looks at the processes.", key=None, minimum=0, flag_default=0.1
@@ -137,10 +139,16 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         "holds, reads, sends and saves.",
         key=None,
         minimum=1,
+        guest="pretend",
     )
-    rank: int = option(0, "The rank that --pretend runs.", key=None, minimum=0, flag_default=0)
+    rank: int = option(0, "The rank that --pretend runs.", key=None, minimum=0, flag_default=0, guest="pretend")
     num_steps: int = option(
-        1, "The optimizer steps after which --pretend reports.", key=None, minimum=1, flag_default=1
+        1,
+        "The optimizer steps after which --pretend reports.",
+        key=None,
+        minimum=1,
+        flag_default=1,
+        guest="pretend",
     )
     quiet: bool = option(
         False,

@@ -90,6 +90,7 @@ class OptionInfo:
     repeat: bool  # the flag may be given several times
     secret: bool  # never shown, never saved
     quiet: bool  # not exported while it has its default
+    guest: str  # the folder of guests that does what it asks for; "": the core
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -271,6 +272,7 @@ def option(
     repeat: bool = False,
     secret: bool = False,
     quiet: bool = False,
+    guest: str = "",
 ) -> Any:
     """Declare a dataclass field with its environment name, file key, flag, question and help.
 
@@ -302,6 +304,7 @@ def option(
         "repeat": repeat,
         "secret": secret,
         "quiet": quiet,
+        "guest": guest,
     }
     return field(default=None, metadata={_SPEC: spec})
 
@@ -403,7 +406,7 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
     if flag is ...:
         flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
     names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "flag_default", "question")
-    more = ("switch", "repeat", "secret", "quiet", "key_aliases", "flag_aliases", "off_flag")
+    more = ("switch", "repeat", "secret", "quiet", "guest", "key_aliases", "flag_aliases", "off_flag")
     return OptionInfo(
         name=name,
         group=group.title,

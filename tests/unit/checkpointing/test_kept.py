@@ -13,20 +13,9 @@ import torch
 
 from accelerate import checkpointing
 from accelerate.checkpointing import objects
-from accelerate.checkpointing.kept import by_lowest_member
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
 from accelerate.guests.fault_tolerance.membership import Membership
-
-
-class Members:
-    """Those of a rank that is the lowest one, or hears of it."""
-
-    def __init__(self, heard: dict[str, str] | None) -> None:
-        self.heard, self.is_behind, self.last_saved = heard, False, ""
-
-    def made_by_lowest(self, _operation: str, make: Callable[[], dict[str, str]]) -> tuple[dict[str, str], bool]:
-        return (make(), True) if self.heard is None else (self.heard, False)
 
 
 @pytest.mark.parametrize(("rank", "is_behind", "is_written"), [(0, False, True), (0, True, False), (1, False, False)])
@@ -36,7 +25,7 @@ def test_weights_and_files_are_written_once_and_not_on_the_way_to_the_others(
     world: Any = World(rank, 2, rank, 2, torch.device("cpu"))
     members = object.__new__(Membership)
     members.rank, members.is_joining, members.is_entering = rank, is_behind, False
-    world = replace(world, replicas=members)
+    world = replace(world, members=members)
     monkeypatch.setattr(objects, "current_world", lambda: world)
     weights = {"weight": torch.ones(3)}
     checkpointing.save_model(weights, tmp_path / "one", world=world)
@@ -47,36 +36,56 @@ def test_weights_and_files_are_written_once_and_not_on_the_way_to_the_others(
     assert len(written) == (4 if is_written else 0)
 
 
-def run(heard: dict[str, str] | None, window: object = None) -> Any:
-    project = SimpleNamespace(automatic_checkpoint_naming=True, iteration=0)
-    open_window = SimpleNamespace(state_dict=lambda: window)
-    return SimpleNamespace(world=SimpleNamespace(replicas=Members(heard)), project=project, open_window=open_window)
+def member(heard: dict[str, str] | None, *, is_behind: bool = False) -> Any:
+    """Return a rank that is the lowest one, or hears of it."""
+    members: Any = object.__new__(Membership)
+    members.is_joining, members.is_entering, members.last_saved = is_behind, False, ""
+    members.made_by_lowest = lambda _operation, make: (make(), True) if heard is None else (heard, False)
+    return members
+
+
+def save(members: Any, make: Callable[[], str], *, is_window_open: bool = False) -> str:
+    return members.save(make, is_window_open=is_window_open)
 
 
 def test_the_lowest_member_saves_and_the_others_hear_where() -> None:
-    saved = by_lowest_member(lambda run: "run/checkpoints/checkpoint_4")
-    unsaved = by_lowest_member(lambda run: pytest.fail("it isn't the lowest"))
-    assert saved(run(None)) == "run/checkpoints/checkpoint_4"
-    other = run({"address": "run/checkpoints/checkpoint_4"})
-    assert unsaved(other) == "run/checkpoints/checkpoint_4"
-    assert other.project.iteration == 5
+    assert save(member(None), lambda: "run/checkpoints/checkpoint_4") == "run/checkpoints/checkpoint_4"
+    heard = member({"address": "run/checkpoints/checkpoint_4"})
+    assert save(heard, lambda: pytest.fail("it isn't the lowest")) == "run/checkpoints/checkpoint_4"
 
 
 def test_a_process_that_comes_to_the_others_has_their_checkpoint() -> None:
-    behind = run(None)
-    behind.world.replicas.is_behind, behind.world.replicas.last_saved = True, "run/checkpoints/checkpoint_4"
-    assert by_lowest_member(lambda run: pytest.fail("they saved"))(behind) == "run/checkpoints/checkpoint_4"
+    behind = member(None, is_behind=True)
+    behind.last_saved = "run/checkpoints/checkpoint_4"
+    assert save(behind, lambda: pytest.fail("they saved")) == "run/checkpoints/checkpoint_4"
 
 
 def test_an_error_of_the_one_that_saves_is_one_of_all() -> None:
-    def fail(run: Any) -> str:
+    def fail() -> str:
         raise OSError("no space left")
 
     for heard in (None, {"error": "OSError: no space left"}):
         with pytest.raises(CheckpointError, match="can't save: OSError: no space left"):
-            by_lowest_member(fail)(run(heard))
+            save(member(heard), fail)
 
 
 def test_a_save_inside_of_an_accumulation_window_is_refused() -> None:
     with pytest.raises(CheckpointError, match="inside a window"):
-        by_lowest_member(lambda run: "never")(run(None, window={}))
+        save(member(None), lambda: "never", is_window_open=True)
+
+
+@pytest.mark.parametrize("window", [None, {}])
+def test_members_decide_who_calls_save_run(window: object) -> None:
+    asked: list[bool] = []
+
+    def decide(_save: object, *, is_window_open: bool) -> str:
+        asked.append(is_window_open)
+        return "run/checkpoints/checkpoint_4"
+
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(members=SimpleNamespace(save=decide)),
+        project=SimpleNamespace(automatic_checkpoint_naming=True, iteration=0),
+        open_window=SimpleNamespace(state_dict=lambda: window),
+    )
+    assert checkpointing.save_run(run, "folder") == "run/checkpoints/checkpoint_4"
+    assert run.project.iteration == 5 and asked == [window is not None]

@@ -30,6 +30,7 @@ def plan(chosen: Settings, host: Host = CPU_HOST) -> LaunchPlan:
 
 def test_the_order_of_engines_can_be_read() -> None:
     assert [engine.name for engine in engines()] == [
+        "fault_tolerant",
         "pretended",
         "sagemaker",
         "kubernetes",
@@ -55,7 +56,7 @@ def test_the_order_of_engines_can_be_read() -> None:
         ({"cpu": True, "log_dir": "logs"}, CPU_HOST, "local"),
         ({"cpu": True, "tee": "3"}, CPU_HOST, "local"),
         ({"cpu": True, "num_processes": 2, "max_restarts": 1}, CPU_HOST, "torchrun"),
-        ({"cpu": True, "num_processes": 2, "max_restarts": 1, "keep_replicas": 1}, CPU_HOST, "local"),
+        ({"cpu": True, "num_processes": 2, "max_restarts": 1, "keep_replicas": 1}, CPU_HOST, "fault_tolerant"),
         ({"cpu": True, "num_processes": 2, "rdzv_backend": "c10d"}, CPU_HOST, "torchrun"),
         (
             {"cpu": True, "num_processes": 4, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
@@ -242,7 +243,7 @@ def test_a_named_engine_that_cant_do_the_rest_is_refused() -> None:
 )
 def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
-        choose(settings(cpu=True, **flags), CPU_HOST)
+        plan(settings(cpu=True, **flags))
 
 
 def test_gpus_that_arent_there_are_noted() -> None:

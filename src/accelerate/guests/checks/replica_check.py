@@ -137,7 +137,7 @@ class Replicas:
         """
         if action == "no" or self.world.size == 1:
             return
-        if operation is None and self.world.replicas is not None:
+        if operation is None and self.world.members is not None:
             return  # they add up the same gradients in the same order, and have no group to compare in
         if operation is not None and (coordinator := self.world.coordinator) is not None:
             coordinator.require_all(operation)

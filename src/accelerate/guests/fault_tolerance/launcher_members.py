@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from ...errors import LaunchError
-from ...names import REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE, REPLICAS_SOCKET_NAME
 from ...wording import by_number, some_ranks
 
+#: The launcher's folder, with its socket and what ranks give each other.
+REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
+#: Set where a process takes the place of a lost rank.
+REPLICA_JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
+#: With fewer living members, these save and end.
+REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
+#: The launcher's socket in that folder.
+REPLICAS_SOCKET_NAME: Final = "members"
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.

@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from ...distributed.failures import RECORDS_VARIABLE, record_saved
 from ...distributed.random import capture_host_streams, restore_rng_states
-from ...distributed.world import World
 from ...errors import SettingError
 from ...seams import LoopHook
 from ...settings import env
-from ...settings.tree import Settings
-from ...training.accumulation import GradientState
 from .membership import Membership
 
 if TYPE_CHECKING:
-    from ...plugins.handlers import ProjectConfiguration
+    from ...accelerator import Accelerator
 
 
-class JoinedRun(Protocol):
-    """The parts of an Accelerator that a joining process takes over from another rank, and the saved ones."""
-
-    settings: Settings
-    world: World
-    gradient_state: GradientState
-    _models: Sequence[Any]
-    _optimizers: Sequence[Any]
-    _schedulers: Sequence[Any]
-    _dataloaders: Sequence[Any]
-    _custom_objects: Sequence[Any]
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where it saves."""
-        ...
-
-    def save_state(self, *, asynchronous: bool | None, details: Mapping[str, object] | None) -> str:
-        """Save everything as one checkpoint, and return its folder."""
-        ...
-
-
-def join_replicas(run: JoinedRun) -> LoopHook:
+def join_replicas(run: Accelerator) -> LoopHook:
     """Return the hook by which processes join ``run`` between its batches, or this process joins before its first.
 
     Raises:
@@ -54,8 +28,8 @@ def join_replicas(run: JoinedRun) -> LoopHook:
             f"mixed_precision={precision} under `accelerate launch --keep_replicas` isn't built: the ranks of such a "
             "run share gradients only. Leave it out, or --keep_replicas."
         )
-    assert run.world.replicas is not None, "called only then"
-    membership = run.world.replicas
+    membership = run.world.members
+    assert isinstance(membership, Membership), "called only then"
     if membership.minimum > 1 and run.project_configuration.project_dir is None:
         raise SettingError(
             f"Where fewer than --min_replicas {membership.minimum} live, the ranks save and end, but the run has no "
@@ -68,7 +42,7 @@ def join_replicas(run: JoinedRun) -> LoopHook:
 class _KeptRun(LoopHook):
     """The places between two batches, at which a process may join."""
 
-    def __init__(self, run: JoinedRun, membership: Membership) -> None:
+    def __init__(self, run: Accelerator, membership: Membership) -> None:
         self._run, self._membership = run, membership
         self._state_to_enter_with: dict[str, Any] | None = None
 

@@ -14,19 +14,24 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 import torch
 
-from ...errors import CollectiveError, WorldError
-from ...names import (
+from ...distributed.world import current_world
+from ...errors import CheckpointError, CollectiveError, WorldError
+from ...seams import Members, NoticeSource
+from ...settings.env import read
+from ...settings.preemption import PREEMPTED_EXIT_CODE
+from .launcher_members import (
     REPLICA_JOINS_VARIABLE,
     REPLICAS_FOLDER_VARIABLE,
     REPLICAS_MINIMUM_VARIABLE,
     REPLICAS_SOCKET_NAME,
 )
-from ...settings.env import read
-from ...settings.preemption import PREEMPTED_EXIT_CODE
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 Made = TypeVar("Made")
 
@@ -51,20 +56,8 @@ class Answer:
         return cls(values, tuple(found["members"]), tuple(found["joining"]), found["ending"])
 
 
-class NoticeSource(Protocol):
-    """Notices to this process that the members shall save and end."""
-
-    def take(self, seconds: float) -> str | None:
-        """Wait for a notice that long, and return its reason."""
-        ...
-
-    def ignore(self) -> None:
-        """Take no more notices, because the members end."""
-        ...
-
-
 @final
-class Membership:
+class Membership(Members):
     """This process's part of a run whose replicas are kept.
 
     Args:
@@ -99,15 +92,6 @@ class Membership:
         self._answers = self._connection.makefile("rb")
         self._send({"rank": rank, "joins": joins})
 
-    @classmethod
-    def of_environment(cls, rank: int) -> Membership | None:
-        """Return the membership from the launcher's variables; None if it keeps no replicas."""
-        folder = read(REPLICAS_FOLDER_VARIABLE)
-        if not folder:
-            return None
-        minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
-        return cls(Path(folder), rank, joins=bool(read(REPLICA_JOINS_VARIABLE)), minimum=minimum)
-
     @property
     def is_behind(self) -> bool:
         """Whether this process is on its way to the place in the script where the others are."""
@@ -117,6 +101,64 @@ class Membership:
     def writes_files(self) -> bool:
         """Whether this process writes files as the main process; not before it has caught up with the others."""
         return self.rank == 0 and not self.is_behind
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every member makes this call; the others have been here before a process that isn't one yet."""
+        if not self.is_behind:
+            self.exchange("wait_for_everyone")
+
+    def why_not(self, operation: str) -> str:
+        """Return that the ranks share gradients only."""
+        return (
+            f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run share gradients only, "
+            "as any rank may be lost. Compute metrics on the main process, or leave --keep_replicas out."
+        )
+
+    def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
+        """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, on all.
+
+        Raises:
+            CheckpointError: it failed, or a window of gradient accumulation is open.
+        """
+        if is_window_open:
+            raise CheckpointError(
+                "save_state() inside a window of gradient accumulation under `accelerate launch --keep_replicas`: one "
+                "rank writes for all, and the others' gradients would be lost. Save where accelerator.sync_gradients "
+                "is True."
+            )
+        if self.is_behind:
+            return self.last_saved  # the others have been here before
+
+        def attempt() -> dict[str, str]:
+            try:
+                return {"address": save()}
+            except Exception as error:  # whatever it is, all members raise it
+                return {"error": f"{type(error).__name__}: {error}"}
+
+        found, _ = self.made_by_lowest("save_state", attempt)
+        if "error" in found:
+            raise CheckpointError(f"can't save: {found['error']}")
+        self.last_saved = found["address"]
+        return found["address"]
+
+    def prepare_data_loader(
+        self,
+        dataloader: object,
+        arguments: Mapping[str, object],
+        data_seed: int | None,
+        common: Mapping[str, object],
+    ) -> object:
+        """Return a loader over the same data, whose samples the living ranks share."""
+        from .shared_epoch import shared_loader
+
+        world, loader = current_world(), cast("DataLoader[object]", dataloader)
+        return shared_loader(loader, self, 1 if world is None else world.size, arguments, data_seed, **common)
+
+    def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
+        """Pass the notices to this process on in the next exchange."""
+        self.exit_code = exit_code
+        if self.notices is None:
+            self.notices = start_notices()
 
     # -- exchanges -----------------------------------------------------------------------------------------
 
@@ -245,6 +287,13 @@ class Membership:
             ) from error
         (self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states - 2}").unlink(missing_ok=True)
         return str(path)
+
+
+def join(rank: int) -> Membership:
+    """Return the membership of ``rank`` by the launcher's variables."""
+    minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
+    joins = bool(read(REPLICA_JOINS_VARIABLE))
+    return Membership(Path(read(REPLICAS_FOLDER_VARIABLE) or ""), rank, joins=joins, minimum=minimum)
 
 
 def _load(path: str) -> Any:

@@ -36,8 +36,8 @@ class KeptReplicas(Strategy):
                 f"{', '.join(asked)} under `accelerate launch --keep_replicas`: only plain replicas survive the loss "
                 "of a rank. Leave that out, or --keep_replicas."
             )
-        assert world.replicas is not None, "chosen only then"
-        self._membership: Membership = world.replicas
+        assert isinstance(world.members, Membership), "chosen only then"
+        self._membership: Membership = world.members
         self._trained: list[torch.nn.Module] = []
         self._weight = 0.0  # samples of the open window
         self._step_calls = -1  # when gradients were added up last

@@ -61,10 +61,10 @@ def check_shown(plan: LaunchPlan) -> None:
             f"{FOLDER_VARIABLE}=FOLDER for the ranks, one that this machine sees too, and run `accelerate monitor` "
             "there."
         )
-    if plan.num_replacements:
+    if plan.survives_lost_ranks:
         raise SettingError(
-            f"--monitor and --keep_replicas {plan.num_replacements}: the page shows a mean over all ranks, and those "
-            "that may be lost don't gather it. Leave one of them out."
+            f"--monitor shows a mean over all ranks, and those of this launch don't gather it, as any may be lost "
+            f"({plan.engine}). Leave one of the two out."
         )
 
 

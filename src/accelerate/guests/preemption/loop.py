@@ -19,7 +19,7 @@ import torch
 from ...distributed.failures import AGENTS_ERROR_FILE, RECORDS_VARIABLE, forget_saved, record_saved
 from ...distributed.world import World, release_before_leaving
 from ...errors import SettingError
-from ...seams import LoopHook
+from ...seams import LoopHook, Members
 from ...settings import env
 from ...settings.preemption import PREEMPTED_EXIT_CODE, PreemptionOptions
 from ...training.optimizer import AcceleratedOptimizer
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ...plugins.handlers import ProjectConfiguration
     from ...settings.tree import Settings
     from ...training.accumulation import GradientState
-    from ..fault_tolerance.membership import Membership
     from .agreement import Point
 
 _log = logging.getLogger(__name__)
@@ -82,15 +81,15 @@ def attach(run: SavedRun, asked: PreemptionOptions) -> LoopHook | None:
             f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
             "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
         )
-    if run.world.replicas is not None:
-        _tell_members(run.world, run.world.replicas, policy)
+    if run.world.members is not None:
+        _tell_members(run.world, run.world.members, policy)
         return None
     hook = Preemption(policy, run, run._models, run._optimizers)
     hook.start()
     return hook
 
 
-def _tell_members(world: World, members: Membership, policy: PreemptionPolicy) -> None:
+def _tell_members(world: World, members: Members, policy: PreemptionPolicy) -> None:
     """Let the members of a run, who agree with each other in each update, pass on the notices to this process.
 
     Raises:
@@ -101,11 +100,14 @@ def _tell_members(world: World, members: Membership, policy: PreemptionPolicy) -
             "PreemptionPolicy(save_on_signal=False) under `accelerate launch --keep_replicas` isn't built: its ranks "
             "share gradients only. Leave it out, or --keep_replicas."
         )
-    members.exit_code = policy.exit_code
-    if members.notices is None:
-        notices = members.notices = _notices(world, policy)
+
+    def start() -> Notices:
+        notices = _notices(world, policy)
         notices.start()
         release_before_leaving(notices.stop)
+        return notices
+
+    members.end_on(start, policy.exit_code)
 
 
 def _notices(world: World, policy: PreemptionPolicy) -> Notices:
