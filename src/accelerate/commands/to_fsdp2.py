@@ -7,27 +7,11 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..errors import SettingError
+from ..settings.fsdp import FSDP_SHARDING_STRATEGY, HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS
 from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
-
-_RESHARDS: Final[Mapping[str, bool]] = {
-    "FULL_SHARD": True,
-    "HYBRID_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
-#: The old numbers of the strategies, from 1.
-_NUMBERED: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-#: Options that version 2 has no use for, and why.
-_DROPPED: Final[Mapping[str, str]] = {
-    "fsdp_backward_prefetch": "version 2 always prefetches in the backward pass",
-    "fsdp_sync_module_states": "version 2 broadcasts with fsdp_cpu_ram_efficient_loading",
-    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
-    "fsdp_forward_prefetch": "version 2 prefetches by itself",
-}
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, object]:
@@ -43,8 +27,8 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, object]:
     for name, value in section.items():
         if name == "fsdp_sharding_strategy":
             renewed["fsdp_reshard_after_forward"] = _reshards(value)
-        elif name in _DROPPED:
-            print(f"{name} is left out: {_DROPPED[name]}.", file=sys.stderr)
+        elif (why := ONLY_VERSION_1.get(name.removeprefix("fsdp_"))) is not None:
+            print(f"{name} is left out: {why}.", file=sys.stderr)
         else:
             renewed[name] = value
     renewed["fsdp_version"] = 2
@@ -53,12 +37,20 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _reshards(strategy: object) -> bool:
-    name = str(strategy).upper()
-    if name.isdigit() and 1 <= int(name) <= len(_NUMBERED):
-        name = _NUMBERED[int(name) - 1]
-    if name not in _RESHARDS:
-        raise SettingError(f"fsdp_sharding_strategy is {strategy!r}; it can be converted from {', '.join(_RESHARDS)}.")
-    return _RESHARDS[name]
+    """Return what the strategy means in version 2; print what version 2 does differently."""
+    names, name = FSDP_SHARDING_STRATEGY, str(strategy).upper()
+    if name.isdigit() and 1 <= int(name) <= len(names):
+        name = names[int(name) - 1]
+    if name not in names:
+        raise SettingError(f"fsdp_sharding_strategy is {strategy!r}; it can be converted from {', '.join(names)}.")
+    if name == "NO_SHARD":
+        print(
+            "fsdp_sharding_strategy is NO_SHARD, but version 2 always shards: use DDP to train without sharding.",
+            file=sys.stderr,
+        )
+    elif name.startswith("HYBRID"):
+        print(f"fsdp_sharding_strategy is {name}. {HYBRID_IN_VERSION_2}.", file=sys.stderr)
+    return RESHARDS.get(name, False)
 
 
 def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from torch import nn
 from ..callers import warn_of_old_spelling
 from ..errors import MissingDependency, SettingError
 from ..settings import env
-from ..settings.fsdp import FsdpOptions
+from ..settings.fsdp import HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS, FsdpOptions
 from ..settings.option import option_of
 from ..torch_private.fsdp import hybrid_without_resharding
 from ..versions import is_torch_version
@@ -45,13 +45,8 @@ _SWITCHES: Final = (
     "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
 )
-#: Version 1's names of the same choice.
-_RESHARDS: Final = {
-    "FULL_SHARD": True,
-    "HYBRID_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "_HYBRID_SHARD_ZERO2": False,
-}
+#: Values of version 1's switches that version 2 can't follow; with the other one it does the same.
+_CONTRARY: Final = {"use_orig_params": False, "limit_all_gathers": False}
 
 
 @dataclass
@@ -91,9 +86,13 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             warn_of_old_spelling(
                 "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward."
             )
+        names = ("sharding_strategy", "reshard_after_forward")
+        for name, other in (names, names[::-1]):
+            if name in given and other not in given:  # an argument comes before the environment under the other name
+                setattr(self, other, None)
         self.sharding_strategy: Any = _member(self, "sharding_strategy", _strategies())
         if self._is_version_2:
-            self.reshard_after_forward: Any = self._reshard_of_version_2("sharding_strategy" in given)
+            self.reshard_after_forward: Any = self._reshard_of_version_2(given)
             self.sharding_strategy = None
             return
         if isinstance(given.get("reshard_after_forward"), bool):
@@ -106,29 +105,43 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             if self.sharding_strategy is not None:
                 self.reshard_after_forward = None
         self.reshard_after_forward = _member(self, "reshard_after_forward", _strategies())
-        self.sharding_strategy = self.sharding_strategy or self.reshard_after_forward or _strategies()["FULL_SHARD"]
+        both = [self.sharding_strategy, self.reshard_after_forward]
+        if None not in both and both[0] is not both[1]:
+            warnings.warn(
+                f"reshard_after_forward={both[1].name}: left out, FSDP1 reads sharding_strategy={both[0].name}.",
+                stacklevel=5,
+            )
+        self.sharding_strategy = both[0] or both[1] or _strategies()["FULL_SHARD"]
 
-    def _reshard_of_version_2(self, strategy_given: bool) -> bool:
+    def _reshard_of_version_2(self, given: Mapping[str, object]) -> bool:
         reshard = self.reshard_after_forward
         if isinstance(reshard, (str, int)):
             reshard = option_of(type(self), "reshard_after_forward").read(
                 reshard, argument(self, "reshard_after_forward")
             )
-        if isinstance(reshard, bool):
-            return reshard
-        if reshard is not None:
+        if reshard is not None and not isinstance(reshard, bool):
             raise SettingError(
                 f"reshard_after_forward={reshard!r} is for FSDP1. With FSDP2 give True (saves memory) or False "
                 "(saves traffic)."
             )
-        if not strategy_given:
-            return True
-        if self.sharding_strategy.name in _RESHARDS:
-            return _RESHARDS[self.sharding_strategy.name]
-        raise SettingError(
-            f"sharding_strategy={self.sharding_strategy.name} has no equal in FSDP2: use DDP, or set "
-            "reshard_after_forward to True (saves memory) or False (saves traffic)."
-        )
+        if self.sharding_strategy is None:
+            return True if reshard is None else reshard
+        name = self.sharding_strategy.name.lstrip("_")
+        is_argument = "sharding_strategy" in given
+        quoted = f"sharding_strategy={name}" if is_argument else f"FSDP_SHARDING_STRATEGY={name}"
+        if reshard is None:
+            if name not in RESHARDS:
+                raise SettingError(
+                    f"{quoted} has no equal in FSDP2: use DDP, or fsdp_version=1, or set "
+                    "reshard_after_forward to True (saves memory) or False (saves traffic)."
+                )
+            if name.startswith("HYBRID"):
+                warnings.warn(f"{quoted}: {HYBRID_IN_VERSION_2}.", stacklevel=6)
+            return RESHARDS[name]
+        is_launchers = name == "FULL_SHARD" and not is_argument  # launchers export their default for both versions
+        if not is_launchers and (name.startswith("HYBRID") or RESHARDS.get(name) != reshard):
+            warnings.warn(f"{quoted}: left out, FSDP2 reads reshard_after_forward={reshard}.", stacklevel=6)
+        return reshard
 
     def _resolve_version_1_options(self, given: Mapping[str, object]) -> None:
         """Resolve the options that only version 1 has to torch's values, or to None in version 2."""
@@ -138,11 +151,13 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
                 raise SettingError(
                     "forward_prefetch=True: FSDP2 has no such option. Leave it out, or use fsdp_version=1."
                 )
-            names = ("backward_prefetch", "use_orig_params", "sync_module_states")
+            names = ("backward_prefetch", "use_orig_params", "sync_module_states", "param_init_fn")
             dropped = [name for name in names if given.get(name)]
+            dropped += [name for name, value in _CONTRARY.items() if name in given and getattr(self, name) is value]
+            dropped += self._dropped_of_environment(given)
             if dropped:
                 warnings.warn(f"FSDP2 has no {', '.join(dropped)}: left out.", stacklevel=5)
-            for name in (*names, "forward_prefetch"):
+            for name in ONLY_VERSION_1:
                 setattr(self, name, None)
             return
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
@@ -156,6 +171,15 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             self.sync_module_states: bool | None = True
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _allocate
+
+    def _dropped_of_environment(self, given: Mapping[str, object]) -> list[str]:
+        """Return the variables of version 1 whose values aren't those that launchers export for both versions."""
+        options = (option_of(type(self), name) for name in ONLY_VERSION_1 if name not in given)
+        return [
+            option.env[0]
+            for option in options
+            if getattr(self, option.name) not in (None, option.launched) and env.read(option.env[0])
+        ]
 
     def _resolve_wrapping(self) -> None:
         """Resolve ``auto_wrap_policy`` to a function or None, and check its options."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import SettingError
-from .fsdp import FsdpOptions
+from .fsdp import RESHARDS, FsdpOptions
 from .option import nearest
 from .parallelism import ATTENTION_KINDS
 from .tree import PARADIGMS, Settings
@@ -220,12 +220,22 @@ def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
             f"{settings.quote('fsdp.state_dict_type')} does not exist in {version}. "
             "Give FULL_STATE_DICT or SHARDED_STATE_DICT."
         )
+    unsharded = [name for name in ("sharding_strategy", "reshard_after_forward") if _is_no_shard(fsdp, name)]
+    if unsharded:
+        raise SettingError(
+            f"{settings.quote(f'fsdp.{unsharded[0]}')} has no equal in {version}, which always shards. Leave FSDP out "
+            "(DDP trains without sharding), or use version 1."
+        )
     if fsdp.reshard_after_forward is not None and not isinstance(fsdp.reshard_after_forward, bool):
-        meant = "true" if fsdp.reshard_after_forward in ("FULL_SHARD", "HYBRID_SHARD") else "false"
+        meant = "true" if RESHARDS[fsdp.reshard_after_forward] else "false"
         raise SettingError(
             f"{settings.quote('fsdp.reshard_after_forward')} is a value of version 1, but there is {version}. "
             f"Give true or false; {fsdp.reshard_after_forward} is {meant}."
         )
+
+
+def _is_no_shard(fsdp: FsdpOptions, name: str) -> bool:
+    return getattr(fsdp, name) == "NO_SHARD"
 
 
 def _check_deepspeed(settings: Settings) -> None:

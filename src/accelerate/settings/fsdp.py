@@ -13,13 +13,20 @@ FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
-#: Options that version 2 doesn't use, with their replacements.
+#: What the strategies of version 1 mean for version 2's reshard_after_forward; NO_SHARD has no equal there.
+RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+#: How version 2 is asked for what HYBRID_SHARD is in version 1.
+HYBRID_IN_VERSION_2 = (
+    "Version 2 takes the groups of a hybrid strategy from the device mesh, and shards over all ranks without one: "
+    "give a ParallelismConfig (`--use_parallelism_config`) with dp_replicate_size (the number of copies) and "
+    "dp_shard_size (the ranks of one copy)"
+)
+#: Options that version 2 has no use for, and why. sharding_strategy is converted instead.
 ONLY_VERSION_1 = {
-    "sharding_strategy": "fsdp_reshard_after_forward",
-    "backward_prefetch": "",
-    "forward_prefetch": "",
-    "use_orig_params": "",
-    "sync_module_states": "fsdp_cpu_ram_efficient_loading",
+    "backward_prefetch": "version 2 always prefetches in the backward pass",
+    "forward_prefetch": "version 2 prefetches by itself",
+    "use_orig_params": "version 2 always keeps the original parameters",
+    "sync_module_states": "version 2 broadcasts with fsdp_cpu_ram_efficient_loading",
 }
 
 

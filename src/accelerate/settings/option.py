@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Final, Literal, cast
 from ..errors import SettingError
 
 Kind = Literal["bool", "int", "float", "str", "list", "mapping", "switches", "document", "object"]
+#: By falling priority.
 SourceKind = Literal["argument", "flag", "file", "environment", "default"]
 
 TRUE_WORDS: Final = ("true", "1", "yes", "on", "y", "t")

@@ -12,7 +12,7 @@ from . import env
 from .checks import check, check_launchable, check_world
 from .document import FOREIGN, WARNINGS, read_layer
 from .fp8 import AoOptions, MsampOptions, TeOptions
-from .fsdp import ONLY_VERSION_1
+from .fsdp import HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS, FsdpOptions
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
 from .run_options import ParadigmOptions
 from .tree import CONDITIONS, GROUPS, PARADIGMS, ROWS, Layer, Settings, encode_settings, launch_options_of
@@ -86,6 +86,13 @@ def collect(
     settings.foreign = dict((file or {}).get(FOREIGN, ({}, DEFAULT))[0])
     _set_dependent_values(settings, given, launching)
     unused = [*cast("list[str]", (file or {}).get(WARNINGS, ((), DEFAULT))[0]), *_unused_options(settings, layers)]
+    converted = ""
+    if settings.fsdp is not None and "fsdp" not in given:  # an object that the caller built has been checked
+        unused += _unused_in_fsdp(settings, settings.fsdp)
+        converted, overruled = _convert_sharding(settings, settings.fsdp)
+        unused += overruled
+    if converted and warn:
+        warnings.warn(converted, stacklevel=2)
     if unused and warn:
         warnings.warn(f"Given without effect in this run: {'; '.join(unused)}. Remove what isn't meant.", stacklevel=2)
     _check_arguments(arguments, settings)
@@ -248,15 +255,6 @@ def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGr
     """Set the values that follow from several others together."""
     if launching:
         _set_distributed_type(settings)
-    fsdp = settings.fsdp
-    if fsdp is not None and "fsdp" not in given and launching:
-        # the launcher's own defaults for version 1 don't apply to version 2, and the reverse
-        unused = tuple(ONLY_VERSION_1) if fsdp.fsdp_version == 2 else ("reshard_after_forward",)
-        for name in unused:
-            if not settings.was_given(f"fsdp.{name}"):
-                setattr(fsdp, name, option_of(GROUPS["fsdp"], name).default)
-    if fsdp is not None and fsdp.fsdp_version == 1 and isinstance(fsdp.reshard_after_forward, bool):
-        _convert_reshard_for_version_1(settings)
     if settings.deepspeed is None:
         settings.deepspeed_launch.config_fields = None
     if "accumulation" not in given:
@@ -288,19 +286,58 @@ def _set_distributed_type(settings: Settings) -> None:
         launch.num_processes = 1
 
 
-def _convert_reshard_for_version_1(settings: Settings) -> None:
-    """Replace a boolean reshard_after_forward under version 1 by the sharding strategy that means the same."""
-    fsdp = settings.fsdp
-    assert fsdp is not None
-    if settings.source_of("fsdp.reshard_after_forward").kind == "argument":
-        return  # the plugin class itself has refused or accepted it
-    meant = "FULL_SHARD" if fsdp.reshard_after_forward else "SHARD_GRAD_OP"
-    if settings.was_given("fsdp.sharding_strategy") and fsdp.sharding_strategy != meant:
-        fsdp.reshard_after_forward = None  # the strategy is version 1's own option, and more precise
-        return
-    fsdp.sharding_strategy = meant
-    settings.sources["fsdp.sharding_strategy"] = settings.source_of("fsdp.reshard_after_forward")
-    fsdp.reshard_after_forward = None
+def _convert_sharding(settings: Settings, fsdp: FsdpOptions) -> tuple[str, list[str]]:
+    """Give the chosen version its own name of what is sharded, and reset the other version's name.
+
+    The value from the source of higher priority counts; of equal sources, the version's own. Returns a remark that a
+    strategy was converted for version 2 ("" if none), and descriptions of overruled values.
+    """
+    is_version_2 = fsdp.fsdp_version == 2
+    own, other = "sharding_strategy", "reshard_after_forward"
+    if is_version_2:
+        own, other = other, own
+    given: Any = getattr(fsdp, other)
+    if not settings.was_given(f"fsdp.{other}"):
+        given = None  # the launcher's own default for the other version
+    is_overruled = settings.was_given(f"fsdp.{own}") and not settings.outranks(f"fsdp.{other}", f"fsdp.{own}")
+    if is_version_2 and given == "NO_SHARD" and not is_overruled:
+        return "", []  # there is no equal: refused by the checks
+    quoted = "" if given is None else settings.quote(f"fsdp.{other}")
+    is_launchers = _is_exported_default(settings, other)
+    setattr(fsdp, other, None)
+    if given is None:
+        return "", []
+    if is_version_2:
+        meant: Any = RESHARDS.get(given)
+    else:
+        meant = given if isinstance(given, str) else "FULL_SHARD" if given else "SHARD_GRAD_OP"
+    is_hybrid = is_version_2 and given.startswith("HYBRID") and not _has_copies(settings)
+    if is_overruled:
+        if is_launchers or (meant == getattr(fsdp, own) and not is_hybrid):
+            return "", []
+        return "", [f"{quoted}: version {fsdp.fsdp_version} reads {settings.quote(f'fsdp.{own}')}"]
+    differs = settings.was_given(f"fsdp.{own}") and getattr(fsdp, own) != meant
+    overruled = settings.quote(f"fsdp.{own}") if differs and not _is_exported_default(settings, own) else ""
+    setattr(fsdp, own, meant)
+    settings.sources[f"fsdp.{own}"] = settings.source_of(f"fsdp.{other}")
+    if not is_version_2 or is_launchers:
+        return "", [f"{overruled}: {quoted} comes before it"] if overruled else []
+    word, before = ("true" if meant else "false"), (f", which comes before {overruled}" if overruled else "")
+    hint = f" {HYBRID_IN_VERSION_2}." if is_hybrid else ""
+    remark = f"{quoted} is a name of version 1. In version 2 it is `fsdp_reshard_after_forward: {word}`{before}.{hint}"
+    return remark, []
+
+
+def _is_exported_default(settings: Settings, name: str) -> bool:
+    """Return whether the environment has the FSDP option as launchers export it for both versions."""
+    value = getattr(settings.fsdp, name)
+    address = f"fsdp.{name}"
+    return settings.source_of(address).kind == "environment" and value == settings.option_at(address).launched
+
+
+def _has_copies(settings: Settings) -> bool:
+    """Return whether the mesh has several copies of the shards, as a hybrid strategy asks for."""
+    return settings.parallelism is not None and settings.parallelism.dp_replicate_size > 1
 
 
 def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
@@ -324,7 +361,6 @@ def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
         f"{', '.join(names)}: {GROUPS[group].option_group.title} is not used ({_how_to_turn_on(group)})"
         for group, names in unused.items()
     ]
-    remarks += _unused_in_fsdp(settings)
     launch = settings.launch
     on_tpu = launch.use_tpu or launch.distributed_type in ("TPU", "XLA")
     of_tpu = [f"`{source.where}`" for address, (value, source) in flags.items() if address.startswith("tpu.") and value]
@@ -343,15 +379,13 @@ def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
     return remarks
 
 
-def _unused_in_fsdp(settings: Settings) -> list[str]:
-    """Describe FSDP options without effect beside the others; an object built by the caller isn't checked."""
-    fsdp = settings.fsdp
-    if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
-        return []
+def _unused_in_fsdp(settings: Settings, fsdp: FsdpOptions) -> list[str]:
+    """Describe FSDP options without effect beside the others; reset those that the chosen version doesn't have."""
     found: list[str] = []
-    if fsdp.fsdp_version == 2 and fsdp.forward_prefetch and settings.was_given("fsdp.forward_prefetch"):
-        found.append(f"{settings.quote('fsdp.forward_prefetch')}: version 2 prefetches by itself")
-        fsdp.forward_prefetch = False
+    for name, why in ONLY_VERSION_1.items() if fsdp.fsdp_version == 2 else ():
+        if settings.was_given(f"fsdp.{name}") and not _is_exported_default(settings, name):
+            found.append(f"{settings.quote(f'fsdp.{name}')}: {why}")
+        setattr(fsdp, name, None)
     by_class = fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     given = fsdp.transformer_cls_names_to_wrap and settings.was_given("fsdp.auto_wrap_policy")
     if given and not by_class:

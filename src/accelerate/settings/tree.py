@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from .cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions, TpuOptions
 from .deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
@@ -13,7 +13,7 @@ from .fp8 import Fp8Options
 from .fsdp import FsdpOptions
 from .launch_options import LaunchOptions, MpiOptions
 from .megatron import MegatronOptions
-from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from .option import DEFAULT, OptionGroup, OptionInfo, Source, SourceKind, option_of, options_of
 from .parallelism import ContextParallelOptions, ParallelismOptions, SequenceParallelOptions, TensorParallelOptions
 from .preemption import PreemptionOptions
 from .run_options import ParadigmOptions, RunOptions, SwitchOptions
@@ -169,6 +169,11 @@ class Settings:
     def was_given(self, name: str) -> bool:
         """Return whether somebody gave the value, so that it is not a default."""
         return self.source_of(name).kind != "default"
+
+    def outranks(self, name: str, other: str) -> bool:
+        """Return whether the value of ``name`` comes from a source of higher priority than that of ``other``."""
+        ranks = get_args(SourceKind)
+        return ranks.index(self.source_of(name).kind) < ranks.index(self.source_of(other).kind)
 
     def quote(self, name: str) -> str:
         """Format the option for an error message: as it was given, and where."""

@@ -61,6 +61,16 @@ def test_a_sharding_strategy_becomes_resharding(strategy: object, reshards: bool
     assert converted["fsdp_config"] == {"fsdp_reshard_after_forward": reshards, "fsdp_version": 2}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "words"), [("NO_SHARD", "use DDP"), (3, "NO_SHARD"), ("HYBRID_SHARD", "dp_replicate_size")]
+)
+def test_a_strategy_that_version_2_does_not_have_gets_a_remark(
+    strategy: object, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
+    assert words in capsys.readouterr().err
+
+
 def test_what_version_2_has_no_use_for_is_left_out_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     before = yaml.safe_dump(FSDP1)
     converted = convert_config_to_fsdp2(FSDP1)

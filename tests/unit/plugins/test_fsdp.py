@@ -83,11 +83,17 @@ def test_the_old_name_of_resharding_warns() -> None:
 
 
 @deprecated
-@pytest.mark.parametrize(
-    ("strategy", "reshard"), [("FULL_SHARD", True), ("HYBRID_SHARD", True), ("SHARD_GRAD_OP", False), (5, False)]
-)
+@pytest.mark.parametrize(("strategy", "reshard"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), (2, False)])
 def test_version_2_understands_the_old_strategies(strategy: Any, reshard: bool) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy=strategy)
+    assert plugin.reshard_after_forward is reshard
+
+
+@deprecated
+@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), (5, False)])
+def test_version_2_says_how_to_ask_for_a_hybrid_strategy(strategy: Any, reshard: bool) -> None:
+    with pytest.warns(UserWarning, match="HYBRID_SHARD.*dp_replicate_size.*dp_shard_size"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy=strategy)
     assert plugin.reshard_after_forward is reshard
 
 

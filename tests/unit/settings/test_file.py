@@ -214,6 +214,7 @@ SAVED = {
 
 
 @pytest.mark.filterwarnings("ignore:Given without effect:UserWarning")  # any values together
+@pytest.mark.filterwarnings("ignore:.* is a name of version 1:UserWarning")
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 @pytest.mark.parametrize(("group", "kind"), SAVED.items(), ids=SAVED)
 def test_loading_what_was_saved_gives_the_same_settings(tmp_path: Path, suffix: str, group: str, kind: str) -> None:
