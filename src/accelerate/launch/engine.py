@@ -60,7 +60,8 @@ def count_processes(settings: Settings, host: Host) -> int:
     """Return the number of processes over all machines: the given one, else one per device.
 
     Raises:
-        SettingError: the number can't be spread over the machines, or the devices don't suffice.
+        SettingError: the number can't be spread over the machines, the devices don't suffice, or `--tee` names a rank
+            that no machine has.
     """
     launch = settings.launch
     asked = launch.num_processes
@@ -80,7 +81,17 @@ def count_processes(settings: Settings, host: Host) -> int:
             "accelerator(s), and no other number was asked for. Give --num_processes, or don't ask for several devices."
         )
     _check_devices(settings, host, asked // launch.num_machines)
+    _check_tee(settings, asked // launch.num_machines)
     return asked
+
+
+def _check_tee(settings: Settings, per_host: int) -> None:
+    missing = [rank for rank in parse_tee(settings.launch.tee) if rank is not None and rank >= per_host]
+    if missing:
+        raise SettingError(
+            f"{settings.quote('launch.tee')} names rank {min(missing)}, but a machine of this run has {per_host} "
+            f"process(es): its last local rank is {per_host - 1}."
+        )
 
 
 def _check_devices(settings: Settings, host: Host, per_host: int) -> None:

@@ -74,18 +74,25 @@ def parse_tee(text: str) -> dict[int | None, Stream]:
     """Parse ``--tee``: ``"3"`` is both outputs of all ranks, ``"0:1,1:2"`` names ranks.
 
     Raises:
-        SettingError: the text is neither.
+        SettingError: the text is neither, or names a rank below 0 or twice.
     """
     try:
         if ":" not in text:
             return {None: _STREAMS[text.strip()]}
-        pairs = (pair.split(":") for pair in text.split(","))
-        return {int(rank): _STREAMS[stream.strip()] for rank, stream in pairs}
+        pairs = [
+            (int(rank), _STREAMS[stream.strip()]) for rank, stream in (pair.split(":") for pair in text.split(","))
+        ]
     except (ValueError, KeyError):
         raise SettingError(
             f"--tee {text} isn't understood: give 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), "
             "or RANK:NUMBER pairs such as 0:3,1:2."
         ) from None
+    ranks = [rank for rank, _ in pairs]
+    if min(ranks) < 0:
+        raise SettingError(f"--tee {text} names rank {min(ranks)}, but the first local rank is 0.")
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        raise SettingError(f"--tee {text} names rank {twice[0]} twice. Name each rank once: 3 is stdout and stderr.")
+    return dict(pairs)
 
 
 @final

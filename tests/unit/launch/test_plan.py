@@ -53,7 +53,7 @@ def test_tee_is_read_for_all_ranks_or_for_each(text: str, expected: dict[int | N
     assert parse_tee(text) == expected
 
 
-@pytest.mark.parametrize("text", ["x", "9", "0:9", "0:1:2", "a:1"])
+@pytest.mark.parametrize("text", ["x", "9", "0:9", "0:1:2", "a:1", "-1:3", "0:1,-2:3", "0:1,0:2", "0:1,00:1"])
 def test_a_senseless_tee_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--tee"):
         parse_tee(text)
