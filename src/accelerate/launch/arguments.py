@@ -119,17 +119,23 @@ def settings_of(args: argparse.Namespace) -> Settings:
     path = config_path(args)
     environ = env.snapshot()
     layer = None if path is None else read_whole_layer(path)
+    per_machine = getattr(args, "processes_per_machine", None)
+    if layer is not None and (per_machine in PER_DEVICE or _asks_for_one_per_device(args)):
+        layer = {address: value for address, value in layer.items() if address != "launch.num_processes"}
     given, warn = given_flags(args), getattr(args, "filled_in", None) is None
     settings = collect({}, environ, flags=given, file=layer, warn=warn)
-    per_machine = getattr(args, "processes_per_machine", None)
     if per_machine is not None:
         count = None if per_machine in PER_DEVICE else per_machine * settings.launch.num_machines
         _check_same_count(settings, given, per_machine, count)
-        if count is None and layer is not None:  # one per device, whatever the file says
-            layer = {address: value for address, value in layer.items() if address != "launch.num_processes"}
         settings = collect({}, environ, flags=given | {"num_processes": count}, file=layer, warn=False)
     check_launchable(settings, has_allocation=in_batch_script(environ))
     return settings
+
+
+def _asks_for_one_per_device(args: argparse.Namespace) -> bool:
+    """Return whether ``--num_processes -1`` was given, which a parsed command line holds as None."""
+    number = getattr(args, "num_processes", None)
+    return number == -1 or (number is None and "num_processes" in getattr(args, "nondefault", ()))
 
 
 def _check_same_count(

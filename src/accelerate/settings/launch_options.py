@@ -32,7 +32,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     use_tpu: bool = option(False, "Start one process per TPU core.", key=None, flag="--tpu", switch=True)
     num_processes: int | None = option(
         None,
-        "The number of processes over all machines; one per device when it is not given.",
+        "The number of processes over all machines; -1, or not given: one per device (one on the CPU).",
         aliases={"-1": None},
         minimum=1,
         question="How many processes (devices) in total will be used for distributed training?",

@@ -141,7 +141,9 @@ class OptionInfo:
             words += f", at least {self.minimum:g}"
         if self.maximum is not None:
             words += f", at most {self.maximum:g}"
-        return " or ".join([words, *(word for word in self.aliases if self.aliases[word] == word)])
+        own = [word for word, value in self.aliases.items() if value == word]
+        unset = [f"{word} for the default" for word, value in self.aliases.items() if value is None]
+        return " or ".join([words, *own, *unset])
 
     def read(self, raw: object, source: Source = DEFAULT) -> Any:
         """Convert `raw` (text, or a Python or YAML value) to the option's value; None for "not given".

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
 from accelerate.launch import preflight
+from accelerate.launch.arguments import settings_of
+from accelerate.launch.engine import count_processes
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.preflight import check_cheap
+from accelerate.launch.preflight import Host, check_cheap
 from accelerate.optional import can_be_found, installed_version
 from accelerate.ports import get_free_port
 from accelerate.settings.run import launch_options_of
@@ -138,6 +140,34 @@ def test_no_words_give_the_help_the_reason_and_code_1(capsys: pytest.CaptureFixt
     assert launch.main([]) == 1
     shown = capsys.readouterr()
     assert "Usage" in shown.out and "no script was given" in shown.err
+
+
+# One process per device
+
+
+@pytest.mark.parametrize("spelling", [("--num_processes", "-1"), ("--num-processes=-1",), ("--num_processes", " -1 ")])
+def test_minus_one_is_one_process_per_device(script: Path, spelling: tuple[str, ...]) -> None:
+    args = parsed("--multi_gpu", *spelling, str(script))
+    assert count_processes(settings_of(args), Host(kind="cuda", num_devices=4)) == 4
+    assert plan("--cpu", *spelling, str(script)) == plan("--cpu", str(script))
+
+
+def test_minus_one_comes_before_the_number_of_the_file(script: Path) -> None:
+    Path("three.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n")
+    Path("minus.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: -1\nuse_cpu: true\n")
+    Path("bare.yaml").write_text("distributed_type: MULTI_CPU\nuse_cpu: true\n")
+    bare = plan("--config_file", "bare.yaml", str(script))
+    assert plan("--config_file", "three.yaml", "--num_processes", "-1", str(script)) == bare
+    assert plan("--config_file", "minus.yaml", str(script)) == bare
+    by_hand = parsed("--config_file", "three.yaml", str(script))
+    by_hand.num_processes = -1
+    assert count_processes(settings_of(by_hand), Host()) == 1
+
+
+def test_the_help_says_what_minus_one_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    assert "-1, or not given: one per device" in " ".join(capsys.readouterr().out.split())
 
 
 # torchrun's spellings
@@ -285,7 +315,8 @@ MISTAKES = {
     "no script": (["--cpu"], "no script to launch"),
     "missing script": (["--cpu", "nowhere.py"], "'nowhere.py' doesn't exist"),
     "text for a number": (["--num_processes", "two", "s"], "whole number"),
-    "zero processes": (["--num_processes", "0", "s"], "at least 1"),
+    "zero processes": (["--num_processes", "0", "s"], "at least 1 or -1 for the default"),
+    "negative processes": (["--num_processes", "-2", "s"], "at least 1 or -1 for the default"),
     "fraction": (["--num_processes", "1.5", "s"], "whole number"),
     "negative machines": (["--num_machines", "-1", "s"], "at least 1"),
     "unknown precision": (["--mixed_precision", "bf61", "s"], "Did you mean 'bf16'?"),

@@ -79,6 +79,9 @@ MISTAKES = {
         ("num_processes", "'two'", "config.yaml:1", "whole number, at least 1"), file="num_processes: two\n"
     ),
     "no processes at all": Mistake(("num_processes", "0", "config.yaml:1", "at least 1"), file="num_processes: 0\n"),
+    "fewer than no processes": Mistake(
+        ("num_processes", "-2", "config.yaml:1", "at least 1 or -1 for the default"), file="num_processes: -2\n"
+    ),
     "a misspelt type": Mistake(
         ("distributed_type", "'MULTI_GPUS'", "config.yaml:1", "Did you mean 'MULTI_GPU'"),
         file="distributed_type: MULTI_GPUS\n",
