@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.checkpointing.manifest import format_bytes
 from tests.slow import slow_for
 from tests.torch_needed import FSDP2_ON_CPU
 
@@ -95,6 +96,47 @@ def test_replicas_print_save_and_end(script: Path, tmp_path: Path) -> None:
     assert "Loader 0: a step of all ranks takes 32768 samples, and there are 10000" in out
     assert "random_states_7777.json" in out and "model.safetensors" not in out
     assert "save_state(never_written)" in out and not (tmp_path / "never_written").exists()
+
+
+SAVED = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=2, shuffle=True)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+for x, in loader:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    accelerator.save_state("saved")  # the scheduler hasn't stepped yet
+    scheduler.step()
+    break
+accelerator.end_training()
+"""
+
+
+def test_the_listed_files_are_those_of_a_real_save(tmp_path: Path) -> None:
+    """By name and size. Only rank 0 writes what is the same on all ranks, and the manifest."""
+    (tmp_path / "train.py").write_text(SAVED)
+    listed: dict[str, str] = {}
+    for rank in ("0", "1"):
+        out = launch(tmp_path, "train.py", "2", "--rank", rank)
+        assert ("beside the manifest" in out) == (rank == "0")
+        files = out.partition("Files of save_state")[2].splitlines()[1:]
+        listed |= dict(re.findall(r"^  ([\w.]+) +(\d.* k?B)$", "\n".join(files), re.MULTILINE))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    real = {path.name: path.stat().st_size for path in (tmp_path / "saved").iterdir()}
+    assert {*listed, "manifest.json"} == set(real) and "scheduler.json" in listed
+    for name, size in listed.items():
+        if "random_states" not in name:  # numbers in JSON: their digits differ
+            assert size == format_bytes(real[name]), name
 
 
 FEW_BITS = """

@@ -58,7 +58,7 @@ class Report:
         parts = [_heading(self), *_coordinates(self.mesh), "", *_memory(self), *_loaders(self.loaders)]
         parts += _traffic("Collectives of prepare", self.preparation)
         parts += _traffic("Collectives of a step" + (f" (of {self.steps})" if self.steps > 1 else ""), self.traffic)
-        parts += _files(self.files, self.saves)
+        parts += _files(self.files, self.saves, has_manifest=self.world.is_main)
         if self.contradictions:
             parts += ["", "Found at this size"] + [f"  {line}" for line in self.contradictions]
         return "\n".join(parts)
@@ -192,8 +192,8 @@ def _traffic(title: str, traffic: list[Traffic]) -> list[str]:
     return lines
 
 
-def _files(files: list[WrittenFile], saves: list[str]) -> list[str]:
-    lines = ["", "Files of save_state that this rank writes"]
+def _files(files: list[WrittenFile], saves: list[str], *, has_manifest: bool) -> list[str]:
+    lines = ["", "Files of save_state that this rank writes" + (", beside the manifest" if has_manifest else "")]
     for file in files[:_NUM_FILES]:
         part = f", with the other {file.num_replicas - 1} replicas" if file.num_replicas > 1 else ""
         lines.append(f"  {file.name:<54}{format_bytes(file.num_bytes):>10}{part}")
