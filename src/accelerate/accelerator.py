@@ -27,7 +27,7 @@ from .errors import PreparationError
 from .flag import Flag
 from .lazy import names_from
 from .logging import MultiProcessAdapter, get_logger
-from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions, remark_on_stray
+from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions, remark_on_stray, require_role
 from .parallel.compile import uncompiled
 from .parallel.replaceable import ReplaceableSteps
 from .plugins.handlers import GradientAccumulationPlugin
@@ -832,13 +832,14 @@ class Accelerator(ReplaceableSteps):
             evaluation_mode: leave out what only training needs.
 
         Raises:
-            PreparationError: the model can't be prepared under this strategy.
+            PreparationError: the model can't be prepared under this strategy, or is no model.
 
         Example:
             ```python
             teacher = accelerator.prepare_model(nn.Linear(4, 3), evaluation_mode=True)
             ```
         """
+        require_role(model, Role.MODEL)
         self._windows.known.clear()
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
@@ -892,9 +893,9 @@ class Accelerator(ReplaceableSteps):
             optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             ```
         """
+        require_role(optimizer, Role.OPTIMIZER)
         if isinstance(optimizer, AcceleratedOptimizer):
-            _register(self._optimizers, optimizer)
-            return optimizer
+            return _register(self._optimizers, optimizer)
         for known in self._optimizers:
             if known.optimizer is optimizer:
                 return known
@@ -916,9 +917,9 @@ class Accelerator(ReplaceableSteps):
             scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
             ```
         """
+        require_role(scheduler, Role.SCHEDULER)
         if isinstance(scheduler, AcceleratedScheduler):
-            _register(self._schedulers, scheduler)
-            return scheduler
+            return _register(self._schedulers, scheduler)
         for known in self._schedulers:
             if known.scheduler is scheduler:
                 return known
@@ -933,8 +934,7 @@ class Accelerator(ReplaceableSteps):
             mode=self.scheduler_mode,
             gradient_state=self.gradient_state,
         )
-        _register(self._schedulers, prepared)
-        return prepared
+        return _register(self._schedulers, prepared)
 
     def prepare_data_loader(
         self,
@@ -951,9 +951,9 @@ class Accelerator(ReplaceableSteps):
                 loss = loss_function(model(inputs), targets)
             ```
         """
+        require_role(data_loader, Role.LOADER)
         if getattr(data_loader, "_is_accelerate_prepared", False):
-            _register(self._dataloaders, data_loader)
-            return data_loader
+            return _register(self._dataloaders, data_loader)
         prepared = _module_attribute("prepare_data_loader")(
             data_loader,
             self.device,
@@ -968,8 +968,7 @@ class Accelerator(ReplaceableSteps):
             **{option.name: getattr(self.dataloader_config, option.name) for option in fields(self.dataloader_config)},
         )
         self.strategy.configure_loader(prepared)
-        _register(self._dataloaders, prepared)
-        return prepared
+        return _register(self._dataloaders, prepared)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that begins at batch ``num_batches`` of the epoch.
@@ -2107,10 +2106,11 @@ class Accelerator(ReplaceableSteps):
                 self._register_model(model, prepared)
 
 
-def _register(registry: list[T1], obj: T1) -> None:
-    """Append ``obj`` to ``registry`` once (by identity: parameters and tensors compare elementwise)."""
+def _register(registry: list[Any], obj: T1) -> T1:
+    """Append ``obj`` to ``registry`` once (by identity: parameters and tensors compare elementwise), and return it."""
     if not any(known is obj for known in registry):
         registry.append(obj)
+    return obj
 
 
 def _module_attribute(name: str) -> Any:

@@ -644,3 +644,32 @@ def test_a_traced_model_with_tied_weights_is_prepared() -> None:
     inputs = torch.ones(1, 2)
     traced = torch.jit.trace(model, inputs)
     assert torch.equal(Accelerator(cpu=True).prepare(traced)(inputs), model(inputs))
+
+
+PREPARED_ALONE = {
+    "prepare_model": (nn.Linear, lambda: torch.optim.SGD([torch.zeros(1)])),
+    "prepare_optimizer": (torch.optim.SGD, lambda: nn.Linear(1, 1)),
+    "prepare_scheduler": (torch.optim.lr_scheduler.StepLR, lambda: DataLoader(range(2))),
+    "prepare_data_loader": (DataLoader, lambda: nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.parametrize("given", [None, "model.pt", b"", 3, 0.5, True], ids=repr)
+@pytest.mark.parametrize("method", PREPARED_ALONE)
+def test_a_plain_value_is_refused_where_one_object_is_prepared(method: str, given: object) -> None:
+    with pytest.raises(PreparationError) as refusal:
+        getattr(Accelerator(cpu=True), method)(given)
+    assert f"{method}() got {given!r}, not a" in str(refusal.value) and "Pass a" in str(refusal.value)
+
+
+@pytest.mark.parametrize("method", PREPARED_ALONE)
+def test_a_class_and_another_kind_are_refused_where_one_object_is_prepared(method: str) -> None:
+    cls, other = PREPARED_ALONE[method]
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PreparationError, match=rf"{method}\(\) got the class {cls.__name__}, not an object of it"):
+        getattr(accelerator, method)(cls)
+    wrong = other()
+    with pytest.raises(
+        PreparationError, match=rf"{method}\(\) got {type(wrong).__name__}, which is an? .*Use prepare_"
+    ):
+        getattr(accelerator, method)(wrong)

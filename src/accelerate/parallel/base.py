@@ -316,6 +316,30 @@ def role_of(obj: object) -> Role:
     return Role.FOREIGN
 
 
+def require_role(obj: object, role: Role) -> None:
+    """Refuse an object that a method for one role can't prepare: another role's, a class, a plain value.
+
+    Objects of unknown classes are let through: they may do what torch's do.
+    """
+    wanted, asked = _named(role), f"prepare_{role.value.replace(' ', '_')}()"
+    if isinstance(obj, type):
+        raise PreparationError(f"{asked} got the class {obj.__name__}, not an object of it. Create {wanted} first.")
+    if obj is None or isinstance(obj, (str, bytes, int, float)):
+        raise PreparationError(
+            f"{asked} got {obj!r}, not {wanted}. Pass {wanted}, or leave the call out where there is none."
+        )
+    found = role_of(obj)
+    if found not in (role, Role.FOREIGN):
+        raise PreparationError(
+            f"{asked} got {type(obj).__name__}, which is {_named(found)}. Use "
+            f"prepare_{found.value.replace(' ', '_')}(), or prepare(), which finds out what each object is."
+        )
+
+
+def _named(role: Role) -> str:
+    return f"{'an' if role is Role.OPTIMIZER else 'a'} {role.value}"
+
+
 def remark_on_stray(
     optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], prepared: Mapping[int, torch.nn.Module]
 ) -> None:
