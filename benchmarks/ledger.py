@@ -33,7 +33,7 @@ def cost_of_a_step(rounds: int) -> list[float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from accelerate import Accelerator
-    from accelerate.monitoring.ledger import Ledger
+    from accelerate.guests.monitor.ledger import Ledger
 
     loss, best = torch.tensor(1.0), [float("inf")] * 3
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def cost_of_a_step(rounds: int) -> list[float]:
 
 def line_seconds() -> float:
     """Return the CPU seconds of one line of the ledger, of which its thread writes one a second."""
-    from accelerate.monitoring.ledger import Ledger, Position
+    from accelerate.guests.monitor.ledger import Ledger, Position
 
     class Loop:
         def position(self) -> Position:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .monitoring.run_monitor import LossRules, RunCallback, RunWatch
-from .monitoring.throughput import Flops, StepReport, count_flops
+from .guests.monitor.run_monitor import LossRules, RunCallback, RunWatch
+from .guests.monitor.throughput import Flops, StepReport, count_flops
 
 __all__ = ["Flops", "LossRules", "RunCallback", "RunWatch", "StepReport", "count_flops"]

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..guests.monitor.records import FOLDER_VARIABLE
 from ..lazy import names_from
 from ..settings import env
-from .records import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     import torch
 
-    from .loop_watch import LoopWatch
-    from .run_monitor import (
+    from ..guests.monitor.loop_watch import LoopWatch
+    from ..guests.monitor.run_monitor import (
         LossRules,
         RunCallback,
         RunWatch,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         watch,
         watch_and_check,
     )
-    from .throughput import Flops, StepReport, count_flops
+    from ..guests.monitor.throughput import Flops, StepReport, count_flops
 
 __all__ = [
     "Flops",
@@ -55,10 +55,10 @@ __getattr__: Callable[[str], Any] = names_from(
     __name__,
     "accelerate",
     {
-        "monitoring.throughput": "Flops StepReport count_flops",
-        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch "
+        "guests.monitor.throughput": "Flops StepReport count_flops",
+        "guests.monitor.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch "
         "watch_and_check",
-        "monitoring.loop_watch": "LoopWatch",
+        "guests.monitor.loop_watch": "LoopWatch",
     },
 )
 
@@ -67,7 +67,7 @@ def watch_loop(run: WatchedRun, optimizers: Sequence[torch.optim.Optimizer]) -> 
     """Return the watch of the run's loop if the launch was asked for one, else None, and then import nothing."""
     if not env.read(FOLDER_VARIABLE):
         return None
-    from .loop_watch import LoopWatch
+    from ..guests.monitor.loop_watch import LoopWatch
 
     return LoopWatch(run, optimizers)
 

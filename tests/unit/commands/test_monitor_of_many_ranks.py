@@ -12,9 +12,9 @@ import pytest
 from accelerate.distributed.world import World
 from accelerate.guests.monitor import reading
 from accelerate.guests.monitor.reading import RunFiles, Tail
+from accelerate.guests.monitor.run_monitor import _seconds_between
 from accelerate.guests.monitor.snapshot import snapshot
 from accelerate.guests.monitor.terminal import screen
-from accelerate.monitoring.run_monitor import _seconds_between
 from tests.monitor.many_ranks import BEGIN, write_large_run
 from tests.slow import slow_for
 

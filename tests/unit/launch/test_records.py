@@ -12,11 +12,11 @@ import pytest
 from accelerate.distributed import failures as module
 from accelerate.distributed.failures import MemoryWatch
 from accelerate.guests.monitor.reading import RunFiles
+from accelerate.guests.monitor.records import RankRecord
 from accelerate.guests.monitor.snapshot import snapshot
 from accelerate.guests.monitor.terminal import screen
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.supervisor import supervise
-from accelerate.monitoring.records import RankRecord
 from accelerate.settings import env
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX processes")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX pro
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from accelerate.monitoring.records import RankRecord
+from accelerate.guests.monitor.records import RankRecord
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 record = RankRecord(Path("run/monitor"), rank)
 record.start(rank=rank)

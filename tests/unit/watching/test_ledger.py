@@ -16,10 +16,10 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.errors import SettingError
+from accelerate.guests.monitor import ledger as module
 from accelerate.guests.monitor import report_command as report
 from accelerate.guests.monitor.hours import hours, read_ledgers
-from accelerate.monitoring import ledger as module
-from accelerate.monitoring.ledger import Account, Ledger, Position, process_age
+from accelerate.guests.monitor.ledger import Account, Ledger, Position, process_age
 from accelerate.torch_private.modules import compile_seconds
 
 NOTHING = Position(0, 0, 0, 0.0, 0.0, 0.0, progress=0, stalled=None)
@@ -170,7 +170,7 @@ def test_a_process_has_an_age() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the age is that of the import")
 def test_a_forked_process_is_younger_than_the_one_that_imported() -> None:
     code = (
-        "import os, time; from accelerate.monitoring.ledger import process_age; time.sleep(0.5)\n"
+        "import os, time; from accelerate.guests.monitor.ledger import process_age; time.sleep(0.5)\n"
         "begun = process_age()\n"
         "if os.fork() == 0: os._exit(process_age() >= begun)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"

@@ -17,11 +17,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.errors import SettingError
 from accelerate.guests.monitor.launch_page import check_shown, folder_of_launch, shown
+from accelerate.guests.monitor.records import shown_command
+from accelerate.guests.monitor.run_monitor import RunWatch
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
-from accelerate.monitoring.records import shown_command
-from accelerate.monitoring.run_monitor import RunWatch
 from accelerate.settings.run import collect
 from tests.fresh import run_fresh
 
@@ -209,7 +209,7 @@ def test_a_loop_that_nobody_watches_imports_no_monitor() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_MONITOR"}
     said = run_fresh(code, environment=environment)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.strip() == "['accelerate.monitoring.records']"
+    assert said.stdout.strip() == "['accelerate.guests.monitor.records']"
 
 
 def test_a_script_that_watches_its_run_does_so_in_the_launch_s_folder(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from accelerate.monitoring.run_monitor import NEVER, LossJudge, LossRules
+from accelerate.guests.monitor.run_monitor import NEVER, LossJudge, LossRules
 
 NAN = math.nan
 

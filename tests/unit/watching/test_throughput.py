@@ -6,8 +6,15 @@ import math
 import pytest
 import torch
 
-from accelerate.monitoring import throughput
-from accelerate.monitoring.throughput import Flops, StepReport, StepTimer, count_flops, format_duration, peak_flops_of
+from accelerate.guests.monitor import throughput
+from accelerate.guests.monitor.throughput import (
+    Flops,
+    StepReport,
+    StepTimer,
+    count_flops,
+    format_duration,
+    peak_flops_of,
+)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from accelerate.devices.table import CPU, DeviceKind
-from accelerate.monitoring import utilization
-from accelerate.monitoring.records import RankRecord
-from accelerate.monitoring.utilization import DeviceMeter
+from accelerate.guests.monitor import utilization
+from accelerate.guests.monitor.records import RankRecord
+from accelerate.guests.monitor.utilization import DeviceMeter
 
 HERE = torch.device("cpu")
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, final
 
-from ...monitoring.ledger import (
+from .document import Hours
+from .ledger import (
     COMPILE,
     DATA_WAIT,
     EVALUATION,
@@ -26,9 +27,8 @@ from ...monitoring.ledger import (
     START_UP,
     STEP,
 )
-from ...monitoring.records import FOLDER as RECORDS
-from .document import Hours
 from .reading import number
+from .records import FOLDER as RECORDS
 
 LOST: Final = "lost"
 IDLE: Final = "idle"

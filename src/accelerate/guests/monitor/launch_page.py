@@ -37,7 +37,7 @@ def begin(args: argparse.Namespace) -> Callable[[LaunchPlan], AbstractContextMan
 
 def folder_of_launch(args: argparse.Namespace) -> Path:
     """Return the new run's folder, that of the environment or ``runs/<script>_<time>``; its outputs go there too."""
-    from ...monitoring.records import FOLDER_VARIABLE
+    from .records import FOLDER_VARIABLE
 
     name = Path(str(args.training_script)).stem or "run"
     folder = Path(env.read(FOLDER_VARIABLE) or f"{_FOLDERS}/{name}_{time.strftime('%Y%m%d-%H%M%S')}").absolute()
@@ -53,7 +53,7 @@ def check_shown(plan: LaunchPlan) -> None:
         SettingError: the plan hands the run to somebody else, whose ranks this machine may not see; or its ranks may be
             lost, and share no losses.
     """
-    from ...monitoring.records import FOLDER_VARIABLE
+    from .records import FOLDER_VARIABLE
 
     if not plan.is_here:
         raise SettingError(
@@ -71,7 +71,7 @@ def check_shown(plan: LaunchPlan) -> None:
 @contextlib.contextmanager
 def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
     """Serve the page of the run in ``folder`` while the block runs; yield the plan whose ranks report there."""
-    from ...monitoring.records import FOLDER_VARIABLE
+    from .records import FOLDER_VARIABLE
     from .runs import Runs
     from .serve import Server
 

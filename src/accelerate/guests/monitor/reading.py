@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final, cast, final
 
 from ...errors import SettingError
-from ...monitoring.records import ENDINGS, FILE_PATTERN, FOLDER
 from .document import Event, Facts
 from .output import OutputTail
+from .records import ENDINGS, FILE_PATTERN, FOLDER
 
 _PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
 #: The numbers of a rank's reports that are drawn by name; all others are the user's own.

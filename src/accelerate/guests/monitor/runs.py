@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
-from ...monitoring.records import FILE_PATTERN, FOLDER
 from .comparing import state_of
 from .document import RunList, RunSummary
 from .reading import RunFiles
+from .records import FILE_PATTERN, FOLDER
 from .snapshot import as_shown, json_value, why_ended
 
 _FIRST: Final = FILE_PATTERN.format(0)

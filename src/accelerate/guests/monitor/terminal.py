@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Final, TextIO
 
-from ...monitoring.records import FOLDER
 from ...settings import env
 from ...wording import some_ranks
 from .document import Document, RankState, RunList, ShownEvent
 from .reading import RunFiles, finite, number
+from .records import FOLDER
 from .snapshot import snapshot
 from .wording import describe
 
@@ -112,7 +112,7 @@ def _filled(parts: Sequence[str], width: int) -> list[str]:
 
 
 def _head(content: Document, width: int) -> list[str]:
-    from ...monitoring.throughput import format_duration
+    from .throughput import format_duration
 
     newest = content["newest"]
     known = {name: found for name, value in newest.items() if (found := finite(number(value))) is not None}

@@ -12,8 +12,8 @@ from typing import Final, final
 
 import torch
 
-from ..cores import num_cores
-from ..devices.table import CPU, DeviceKind
+from ...cores import num_cores
+from ...devices.table import CPU, DeviceKind
 
 #: Sooner after the last look the clocks' own steps are too large a part of the answer.
 _FEWEST_SECONDS: Final = 0.05

@@ -23,15 +23,15 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from ..distributed.collectives import gather, gather_object
-from ..distributed.watchdog import hang_seconds
-from ..distributed.world import World
-from ..errors import RunStopped, SettingError
-from ..seams import function_of, guests
-from ..settings.env import read
-from ..settings.labels import DistributedType
-from ..torch_private.modules import compile_seconds
-from ..training.accumulation import GradientState
+from ...distributed.collectives import gather, gather_object
+from ...distributed.watchdog import hang_seconds
+from ...distributed.world import World
+from ...errors import RunStopped, SettingError
+from ...seams import function_of, guests
+from ...settings.env import read
+from ...settings.labels import DistributedType
+from ...torch_private.modules import compile_seconds
+from ...training.accumulation import GradientState
 from .ledger import EVALUATION, Ledger, Position
 from .records import FOLDER, FOLDER_VARIABLE, RankRecord, shown_command
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of

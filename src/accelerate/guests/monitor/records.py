@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from ..distributed.failures import RECORDS_VARIABLE
-from ..settings.env import read
+from ...distributed.failures import RECORDS_VARIABLE
+from ...settings.env import read
 
 #: The folder of the files in the project, and their names.
 FOLDER: Final = "monitor"
