@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, over
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import checkpointing, construction, monitoring, parallel, seams, tracking
+from . import checkpointing, construction, parallel, seams, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.averaging import WeightAverage
+    from .watching import Flops, LossRules, RunCallback, RunWatch
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -209,7 +210,6 @@ class Accelerator(ReplaceableSteps):
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self._may_pickle: list[object] = []
-        self._noted_watch: Mapping[str, Any] | None = None
         self._start_in_process()
         construction.add_loop_hooks(self, preemption)
 
@@ -217,8 +217,6 @@ class Accelerator(ReplaceableSteps):
         """Create what belongs to this process, and is left out of a copy for another one."""
         self.trackers: list[Any] = []
         self._run_log: list[Any] = []
-        self._run: monitoring.RunWatch | None = None
-        self._loop = monitoring.watch_loop(self, self._optimizers)
         self._windows = NamedWindows()
         self._weights = WindowWeights(self.mesh, self.gradient_state, self._windows)
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
@@ -1110,8 +1108,6 @@ class Accelerator(ReplaceableSteps):
         """
         if self._background.failure is not None:
             self._background.raise_failure()
-        if self._loop is not None:
-            self._run = self._loop(loss, self._noted_watch, weight)
         steps = self.gradient_state.note_backward(loss, weight)
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
@@ -1229,11 +1225,9 @@ class Accelerator(ReplaceableSteps):
         return self._noting(loss)
 
     def _noting(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, after giving it to the hooks, and to the watch that the launcher asked for, if any."""
+        """Return ``loss``, after giving it to the hooks."""
         for hook in self.gradient_state.hooks.after_backward:
             hook(loss, None)
-        if self._loop is not None:
-            self._run = self._loop(loss, self._noted_watch)
         return loss
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -1300,7 +1294,9 @@ class Accelerator(ReplaceableSteps):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
         norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
-        return monitoring.note_norm(self._run, norm)
+        for hook in self.gradient_state.hooks.after_clip:
+            hook(norm)
+        return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``].
@@ -1641,7 +1637,7 @@ class Accelerator(ReplaceableSteps):
             accelerator.load_state(folder)
             ```
         """
-        project = self.project_configuration
+        project, hooks = self.project_configuration, self.gradient_state.hooks
         if self.world.is_main:
             self._open_window.warn_if_lost()
         self._background.wait()
@@ -1653,9 +1649,12 @@ class Accelerator(ReplaceableSteps):
             moment=self._moment,
         )
         if participants.has_all:
-            for hook in self.gradient_state.hooks.before_save:
+            for hook in hooks.before_save:
                 hook()
-        noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
+        recorded: dict[str, object] = {}
+        for details_of in hooks.details_of_save:
+            recorded |= details_of(not participants.has_all)
+        began = perf_counter()
         folder = checkpointing.save_run(
             self._run_state,
             output_dir,
@@ -1664,7 +1663,7 @@ class Accelerator(ReplaceableSteps):
             details={
                 "pace": elastic_batch.global_batch_info(self.world, self._dataloaders, self.gradient_state),
                 "reduction_orders": parallel.reduction_orders(self._wrapped_models),
-                **noted,
+                **recorded,
                 **(details or {}),
             },
             metrics=metrics,
@@ -1672,7 +1671,8 @@ class Accelerator(ReplaceableSteps):
             pin=pin,
             asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
-        monitoring.after_save(self._run, folder, perf_counter() - began, details or {})
+        for note in hooks.after_save:
+            note(folder, perf_counter() - began, details or {})
         return folder
 
     @property
@@ -1779,9 +1779,11 @@ class Accelerator(ReplaceableSteps):
         elastic_batch.restore_accumulation(
             loaded, self.world, self._dataloaders, self.gradient_state, self._open_window, keep_global_batch=keep_batch
         )
+        recorded = {} if loaded.manifest is None else loaded.manifest.details
         if loaded.manifest is not None and loaded.manifest.world_size == self.num_processes:
-            parallel.restore_reduction_orders(self._wrapped_models, loaded.manifest.details.get("reduction_orders", ()))
-        self._noted_watch = monitoring.after_load(self._run, loaded)
+            parallel.restore_reduction_orders(self._wrapped_models, recorded.get("reduction_orders", ()))
+        for hook in self.gradient_state.hooks.after_load:
+            hook(str(loaded.folder), recorded)
 
     @property
     def _wrapped_models(self) -> list[torch.nn.Module]:
@@ -1979,8 +1981,6 @@ class Accelerator(ReplaceableSteps):
         finally:
             for hook in self.gradient_state.hooks.end_run:
                 hook()
-            if self._run is not None:
-                self._run.finish()
             tracking.finish([*self.trackers, *self._run_log])
 
     # == watching ==========================================================================================
@@ -1989,16 +1989,16 @@ class Accelerator(ReplaceableSteps):
         self,
         every: int = 10,
         *,
-        callbacks: Sequence[monitoring.RunCallback] = (),
+        callbacks: Sequence[RunCallback] = (),
         total_steps: int | None = None,
-        rules: monitoring.LossRules | None = _NOT_GIVEN,
-        flops: monitoring.Flops | None = None,
+        rules: LossRules | None = _NOT_GIVEN,
+        flops: Flops | None = None,
         print_line: bool = False,
         log: bool = True,
         compare_replicas: bool | int = True,
         sdc_check: int = 0,
         on_sdc: Literal["raise", "warn"] = "raise",
-    ) -> monitoring.RunWatch:
+    ) -> RunWatch:
         """Report the loop's numbers every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
 
         Reports go to the project's folder (one small file a rank, which ``accelerate monitor`` reads), and with
@@ -2028,13 +2028,11 @@ class Accelerator(ReplaceableSteps):
                 watch.step(loss)
             ```
         """
-        rules = monitoring.LossRules() if rules is _NOT_GIVEN else rules
-        self._loop, self._run = None, monitoring.watch_and_check(
-            self, self._optimizers, every=every, callbacks=callbacks, total_steps=total_steps, rules=rules, flops=flops,
-            print_line=print_line, log=log, resumed=self._noted_watch, compare_replicas=compare_replicas,
+        return seams.function_of("monitor", "watch_run", "Accelerator.watch_run()")(
+            self, every=every, callbacks=callbacks, total_steps=total_steps, has_rules=rules is not _NOT_GIVEN,
+            rules=rules, flops=flops, print_line=print_line, log=log, compare_replicas=compare_replicas,
             sdc_check=sdc_check, on_sdc=on_sdc,
         )  # fmt: skip
-        return self._run
 
     def average_weights(
         self, model: torch.nn.Module, decay: float = 0.999, *, every: int = 1, warmup: bool = False
@@ -2084,7 +2082,7 @@ class Accelerator(ReplaceableSteps):
 
     def __getstate__(self) -> dict[str, object]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_windows", "_run", "_loop")
+        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_windows")
         left += ("_save_model_state_pre_hook", "_load_model_state_pre_hook", "_background", "_metric_gather")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"], state["size"] = replace(self.strategy.options, mesh=None), self.world.size

@@ -93,8 +93,25 @@ class LoopHook:
     def after_step(self, optimizer: object) -> None:
         """Run after a prepared ``optimizer`` has stepped."""
 
+    def after_clip(self, norm: object) -> None:
+        """Run after gradients were clipped; ``norm`` is the one before, on the device."""
+
     def before_save(self) -> None:
         """Run where all ranks are about to save a checkpoint."""
+
+    def details_of_save(self, alone: bool) -> Mapping[str, object]:
+        """Return JSON values by name that the manifest of the next checkpoint is to record.
+
+        Args:
+            alone: the other ranks don't save with this one.
+        """
+        return {}
+
+    def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
+        """Run after a checkpoint was saved, or copied to be saved; ``details`` are those of whoever asked for it."""
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Run after a checkpoint was loaded whose manifest records ``details``."""
 
     def free_memory(self) -> None:
         """Run where the Accelerator drops what it has prepared."""
@@ -123,7 +140,11 @@ class LoopHooks:
     after_backward: tuple[Callable[[object, object], None], ...]
     before_step: tuple[Callable[[object], None], ...]
     after_step: tuple[Callable[[object], None], ...]
+    after_clip: tuple[Callable[[object], None], ...]
     before_save: tuple[Callable[[], None], ...]
+    details_of_save: tuple[Callable[[bool], Mapping[str, object]], ...]
+    after_save: tuple[Callable[[str, float, Mapping[str, object]], None], ...]
+    after_load: tuple[Callable[[str, Mapping[str, object]], None], ...]
     free_memory: tuple[Callable[[], None], ...]
     asks_to_end: tuple[Callable[[], bool], ...]
     end_run: tuple[Callable[[], None], ...]

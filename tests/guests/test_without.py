@@ -113,6 +113,7 @@ def test_all_others_work_without(name: str, tmp_path: Path) -> None:
 #: What an Accelerator says that is asked for something of a guest that isn't there: guest -> a script, and how it asks.
 ASKED = {
     "preemption": ("import os\nos.environ['ACCELERATE_SAVE_ON_SIGNAL'] = 'true'\nAccelerator(project_dir='.')",),
+    "monitor": ("Accelerator().watch_run()",),
     "checks": (
         "Accelerator().compare_replicas()",
         "Accelerator().watch_run(sdc_check=2)",

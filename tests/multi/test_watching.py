@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.errors import RunStopped
-from accelerate.monitoring import Flops, LossRules, RunCallback, RunWatch, StepReport
 from accelerate.utils import ProjectConfiguration
+from accelerate.watching import Flops, LossRules, RunCallback, RunWatch, StepReport
 from tests.ranks import run_on_ranks
 
 
@@ -245,7 +245,7 @@ def test_warnings_are_events_and_a_project_behind_a_network_has_no_files(tmp_pat
     logging.getLogger("somewhere").warning("too late")
     texts = [line.get("text") for line in lines(tmp_path) if line.get("event") in ("warning", "note")]
     assert texts == ["the disk is full", "looked at by hand"]
-    from accelerate.monitoring import folder_of
+    from accelerate.guests.monitor.run_monitor import folder_of
 
     assert folder_of("s3://bucket/run") is None and folder_of(None) is None
 

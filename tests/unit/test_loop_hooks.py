@@ -39,8 +39,21 @@ class Notes(LoopHook):
     def after_step(self, optimizer: Any) -> None:
         self.notes.append("stepped")
 
+    def after_clip(self, norm: Any) -> None:
+        self.notes.append(f"clip {norm:.1f}")
+
     def before_save(self) -> None:
         self.notes.append("save")
+
+    def details_of_save(self, alone: bool) -> dict[str, object]:
+        self.notes.append("alone" if alone else "details")
+        return {"by_hook": 3, "by_script": "hook's"}
+
+    def after_save(self, folder: str, seconds: float, details: Any) -> None:
+        self.notes.append(f"saved {details['by_script']} {seconds >= 0}")
+
+    def after_load(self, folder: str, details: Any) -> None:
+        self.notes.append(f"loaded {details['by_hook']} {details['by_script']}")
 
     def free_memory(self) -> None:
         self.notes.append("free")
@@ -72,14 +85,21 @@ def test_each_moment_comes_in_its_place(tmp_path: Path) -> None:
     for rows in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(rows).sum(), weight=1)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.preempted
-    accelerator.save_state(tmp_path / "state")
+    accelerator.save_state(tmp_path / "state", details={"by_script": "script's"})
+    accelerator.load_state(tmp_path / "state")
     accelerator.free_memory()
     accelerator.end_training()
-    first, second = ["backward 1", "gradients"], ["backward 1", "gradients", "step", "second hook", "stepped"]
-    assert hook.notes == ["pass", *first, "between", *second, "asked", "save", "free", "end"]
+    first, second = (
+        ["backward 1", "gradients"],
+        ["backward 1", "gradients", "clip 1.4", "step", "second hook", "stepped"],
+    )
+    saved = ["save", "details", "saved script's True", "loaded 3 script's"]
+    assert hook.notes == ["pass", *first, "between", *second, "asked", *saved, "free", "end"]
 
 
 def test_a_loop_without_a_prepared_loader_has_points_between_its_batches() -> None:
@@ -104,7 +124,7 @@ def test_only_moments_that_a_hook_overrides_are_listed() -> None:
     hooks, one = LoopHooks(), OneMoment([])
     hooks.add(one)
     listed = {moment: len(getattr(hooks, moment)) for moment in LoopHooks.__annotations__}
-    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 10
+    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 14
     hooks.remove(one)
     assert not any(getattr(hooks, moment) for moment in LoopHooks.__annotations__)
 

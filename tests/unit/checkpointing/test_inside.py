@@ -357,9 +357,9 @@ PLACES: Final[dict[str, str]] = {
 }
 #: Packages whose files are the user's configuration, the machine's, or of a run that this user has started.
 _OTHER_PACKAGES: Final = (
-    "commands", "launch", "settings", "plugins", "distributed", "tracking", "monitoring", "test_utils", "devices",
-    "cores.py", "guests/clusters", "guests/completion", "guests/deepspeed", "guests/monitor", "guests/preemption",
-    "guests/scripts", "guests/xla",
+    "commands", "launch", "settings", "plugins", "distributed", "tracking", "watching", "test_utils", "devices",
+    "cores.py", "guests/clusters", "guests/completion", "guests/deepspeed", "guests/fault_tolerance", "guests/monitor",
+    "guests/preemption", "guests/scripts", "guests/xla",
 )  # fmt: skip
 
 

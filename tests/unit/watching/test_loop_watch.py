@@ -17,8 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.errors import SettingError
 from accelerate.guests.monitor.launch_page import check_shown, folder_of_launch, shown
+from accelerate.guests.monitor.loop_watch import ToldWatch
 from accelerate.guests.monitor.records import shown_command
-from accelerate.guests.monitor.run_monitor import RunWatch
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
@@ -91,7 +91,7 @@ def test_the_other_forms_of_a_backward_are_watched_too(
 def test_a_model_after_another_is_watched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
     accelerator = Accelerator(cpu=True)
-    watch: RunWatch | None = None
+    watch: Any = None
     for rate in (0.5, 0.25):  # two folds of a cross-validation
         model = torch.nn.Linear(2, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
@@ -100,8 +100,10 @@ def test_a_model_after_another_is_watched_on(tmp_path: Path, monkeypatch: pytest
             optimizer.step()
             optimizer.zero_grad()
         accelerator.free_memory()
-        watch = watch or accelerator._run
-    assert watch is not None and watch is accelerator._run and watch.updates == 20
+        (told,) = accelerator.gradient_state.hooks.of(ToldWatch)
+        watch = watch or told.watch
+        assert watch is told.watch
+    assert watch is not None and watch.updates == 20
     assert watch.last_report is not None and watch.last_report.learning_rate == 0.25
     accelerator.end_training()
 
@@ -204,12 +206,12 @@ def test_a_loop_that_nobody_watches_imports_no_monitor() -> None:
         model = accelerator.prepare(torch.nn.Linear(2, 1))
         accelerator.backward(model(torch.ones(3, 2)).sum())
         assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 1
-        print([name for name in sys.modules if name.startswith("accelerate.monitoring.")])
+        print([name for name in sys.modules if name.startswith("accelerate.guests.monitor.")])
     """
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_MONITOR"}
     said = run_fresh(code, environment=environment)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.strip() == "['accelerate.guests.monitor.records']"
+    assert said.stdout.strip() == "[]"
 
 
 def test_a_script_that_watches_its_run_does_so_in_the_launch_s_folder(

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from accelerate.guests.monitor.run_monitor import NEVER, LossJudge, LossRules
+from accelerate.guests.monitor.run_monitor import NEVER, LossJudge
+from accelerate.watching import LossRules
 
 NAN = math.nan
 

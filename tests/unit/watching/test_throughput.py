@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from accelerate.guests.monitor import throughput
-from accelerate.guests.monitor.throughput import (
-    Flops,
-    StepReport,
-    StepTimer,
-    count_flops,
-    format_duration,
-    peak_flops_of,
-)
+from accelerate.guests.monitor.throughput import StepTimer, peak_flops_of
+from accelerate.watching import Flops, StepReport, count_flops, format_duration
 
 
 @pytest.fixture

@@ -1,14 +1,63 @@
-"""The live view of a run, from the files in its folder.
+"""The monitor of a run: its reports, its stopping rules, and the live view of the files that it writes.
 
+- `run_monitor`: the monitor that ``Accelerator.watch_run`` makes; `throughput`, `utilization`: what it measures.
+- `loop_watch`: the same for a script that doesn't ask for it, by `accelerate launch --monitor`.
+- `records`: the file that each rank writes; `ledger`: how a process spent its time.
 - `reading`: the files of a run, followed while they grow; `snapshot`: the run as it is now, as one `document`.
 - `serve`: the page; `terminal`: the same as text; `export`: the page as a file or a picture.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
 
-from ...seams import Command, Guest, LaunchFlag
+from ...seams import Command, Guest, LaunchFlag, LoopHook
+from ...settings import env
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+    from ...watching import RunWatch
+
+#: A checkpoint's folder, and what its manifest records.
+Loaded = tuple[str, Mapping[str, object]]
+
+#: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
+_FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
+
+
+@final
+class LastLoad(LoopHook):
+    """The checkpoint that was loaded last, from which a watch that begins later goes on."""
+
+    def __init__(self, run: Accelerator, asked: object = None) -> None:
+        self.loaded: Loaded | None = None
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Keep it."""
+        self.loaded = folder, details
+
+
+def attach_to_loop(run: Accelerator, asked: object) -> LoopHook | None:
+    """Return the hook that watches the loop of ``run``, if the launch was asked for that."""
+    if not env.read(_FOLDER_VARIABLE):
+        return None
+    from .loop_watch import LoopWatch
+
+    last = _last_load_of(run)
+    return LoopWatch(run, lambda: last.loaded)
+
+
+def watch_run(run: Accelerator, **options: Any) -> RunWatch:
+    """Return the watch that a script asks for; see ``Accelerator.watch_run``."""
+    from .loop_watch import watch_script
+
+    return watch_script(run, _last_load_of(run).loaded, **options)
+
+
+def _last_load_of(run: Accelerator) -> LastLoad:
+    return run.gradient_state.hooks.of(LastLoad)[-1]
+
 
 GUEST: Final = Guest(
     commands=(
@@ -26,4 +75,6 @@ GUEST: Final = Guest(
         ),
     ),
     launch_flags=(LaunchFlag("--monitor", "Show the run on a page; kept in runs/.", f"{__name__}.launch_page:begin"),),
+    runs=(f"{__name__}:LastLoad", f"{__name__}:attach_to_loop"),
+    functions={"watch_run": f"{__name__}:watch_run"},
 )

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_not
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
+from weakref import ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .run_monitor import RunWatch, WatchedRun, watch
+from ...seams import LoopHook
+from .run_monitor import RunMonitor, saved_watch, watch, watch_and_check
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+    from ...watching import RunWatch
+
+#: A checkpoint's folder, and what its manifest records.
+Loaded = tuple[str, Mapping[str, object]]
 
 _UPDATES_PER_REPORT: Final = 10
 #: So many losses are kept where no update follows them, as nobody else frees them then.
@@ -24,45 +33,90 @@ _MAX_LOSSES: Final = 1024
 
 
 @final
-class LoopWatch:
-    """A callable that is given each micro-batch's loss; the steps of one prepared optimizer are the updates.
+class ToldWatch(LoopHook):
+    """Tells the watch of a loop what its Accelerator does."""
+
+    def __init__(self, watch: RunMonitor) -> None:
+        self.watch: RunMonitor = watch
+
+    def after_clip(self, norm: object) -> None:
+        """Keep the norm for the next report."""
+        self.watch.note_gradient_norm(norm)
+
+    def details_of_save(self, alone: bool) -> Mapping[str, object]:
+        """Return the watch's state; a collective with a report of the losses so far, unless this rank saves alone."""
+        return {"watch": {"updates": self.watch.updates} if alone else self.watch.before_save()}
+
+    def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
+        """Record the save, of whose ``details`` a notice of preemption may be one."""
+        self.watch.saved(folder, seconds, details.get("preempted"))
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Go on from the state of a watch in the checkpoint, if it has one."""
+        if (saved := saved_watch((folder, details))) is not None:
+            self.watch.resume(saved)
+
+    def end_run(self) -> None:
+        """Complete the files."""
+        self.watch.finish()
+
+
+@final
+class LoopWatch(LoopHook):
+    """The watch of a loop by its losses; the steps of one prepared optimizer are the updates.
 
     It is the one that steps first, until `free_memory` has been called. Where none has hooks, as an engine's own, an
     update is the backward that completes an accumulation window.
     """
 
-    def __init__(self, run: WatchedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._run, self._optimizers = run, optimizers
-        self._watch: RunWatch | None = None
+    def __init__(self, run: Accelerator, loaded: Callable[[], Loaded | None]) -> None:
+        self._run, self._optimizers = ref(run), run._optimizers  # it owns the hooks
+        self._loaded = loaded
+        self._watch: RunMonitor | None = None
+        self._noted: object = None
         self._followed: list[torch.optim.Optimizer] = []
         self._counted: object = None
         self._hooks: list[RemovableHandle] = []
         self._losses: deque[tuple[torch.Tensor, torch.Tensor | float]] = deque(maxlen=_MAX_LOSSES)
 
-    def __call__(
-        self, loss: torch.Tensor, resumed: Mapping[str, Any] | None, weight: torch.Tensor | float | None = None
-    ) -> RunWatch:
-        """Keep ``loss``, read at the next report; return the watch, which goes on from ``resumed``.
+    def before_backward(self, loss: object, weight: object) -> None:
+        """Note the loss before the backward in which an engine steps."""
+        if loss is not None:
+            self._note(loss, weight)
+
+    def after_backward(self, loss: object, weight: object) -> None:
+        """Note the loss of a pass that has computed it."""
+        if loss is not self._noted:
+            self._note(loss, weight)
+        self._noted = None
+
+    def _note(self, loss: Any, weight: Any) -> None:
+        """Keep ``loss``, which is read at the next report.
 
         Args:
             weight: how many items it sums over; without one it is their mean.
         """
+        run = self._run()
+        if run is None:
+            return
+        self._noted = loss
         if self._watch is None:
-            self._watch = self._begin(resumed)
+            self._watch = self._begin(run)
         if len(self._optimizers) != len(self._followed) or any(map(is_not, self._optimizers, self._followed)):
             self._follow()
         if loss.ndim:
             loss = loss.float().mean() if weight is None else loss.float().sum()
         self._losses.append((loss.detach(), 1.0 if weight is None else weight))
-        if not self._hooks and self._run.gradient_state.sync_gradients:
+        if not self._hooks and run.gradient_state.sync_gradients:
             self._end_update()
-        return self._watch
 
-    def _begin(self, resumed: Mapping[str, Any] | None) -> RunWatch:
-        return watch(
-            self._run, self._optimizers, every=_UPDATES_PER_REPORT, callbacks=(), total_steps=None, rules=None,
-            flops=None, print_line=False, log=False, resumed=resumed, is_alone=True,
+    def _begin(self, run: Accelerator) -> RunMonitor:
+        made = watch(
+            run, every=_UPDATES_PER_REPORT, callbacks=(), total_steps=None, rules=None, flops=None, print_line=False,
+            log=False, resumed=saved_watch(self._loaded()), is_alone=True,
         )  # fmt: skip
+        run.gradient_state.hooks.add(ToldWatch(made))
+        return made
 
     def _follow(self) -> None:
         """Count the steps of the optimizers that are prepared now."""
@@ -85,12 +139,22 @@ class LoopWatch:
             self._end_update()
 
     def _end_update(self) -> None:
-        losses, run = self._losses, self._run
-        if self._watch is None or not losses:  # a step without a backward of the Accelerator
+        losses, run = self._losses, self._run()
+        if self._watch is None or run is None or not losses:  # a step without a backward of the Accelerator
             return
         samples = None if run.gradient_state.num_steps == 1 else len(losses) * self._watch.samples_per_batch
         self._watch.step(_mean(losses), samples=samples)
         losses.clear()
+
+
+def watch_script(run: Accelerator, loaded: Loaded | None, **options: Any) -> RunWatch:
+    """Return the watch that a script asks for, in place of the one before; it goes on from what was ``loaded``."""
+    hooks = run.gradient_state.hooks
+    for before in (*hooks.of(LoopWatch), *hooks.of(ToldWatch)):
+        hooks.remove(before)
+    made = watch_and_check(run, resumed=saved_watch(loaded), **options)
+    hooks.add(ToldWatch(made))
+    return made
 
 
 def _mean(losses: Sequence[tuple[torch.Tensor, torch.Tensor | float]]) -> torch.Tensor:

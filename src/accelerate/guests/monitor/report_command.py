@@ -56,8 +56,8 @@ def report_command(args: argparse.Namespace) -> int:
 
 def table(found: Hours) -> str:
     """Return the hours as lines for people; what took no time is left out."""
+    from ...watching import format_duration
     from .hours import KINDS, LOST
-    from .throughput import format_duration
 
     wall = found["wall_seconds"]
     starts = f"{found['starts']} start{'s' * (found['starts'] != 1)}"
@@ -74,7 +74,7 @@ def table(found: Hours) -> str:
 
 
 def _row(seconds: float, wall: float) -> str:
-    from .throughput import format_duration
+    from ...watching import format_duration
 
     return f"{seconds / 3600:>10.3f}{format_duration(seconds):>12}{seconds / wall if wall else 0.0:>8.1%}"
 

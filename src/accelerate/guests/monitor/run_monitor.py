@@ -19,7 +19,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 
@@ -32,10 +32,14 @@ from ...settings.env import read
 from ...settings.labels import DistributedType
 from ...torch_private.modules import compile_seconds
 from ...training.accumulation import GradientState
+from ...watching import NUM_FEWEST_REPORTS, Flops, LossRules, RunCallback, RunWatch, StepReport
 from .ledger import EVALUATION, Ledger, Position
 from .records import FOLDER, FOLDER_VARIABLE, RankRecord, shown_command
-from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
+from .throughput import StepTimer, host_memory_bytes, peak_flops_of
 from .utilization import DeviceMeter
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
 
 #: The numbers of a rank that are gathered at a report.
 _ROW: Final = (
@@ -45,16 +49,8 @@ _ROW: Final = (
 
 
 @final
-class RunWatch:
-    """The monitor of one training loop, as ``Accelerator.watch_run`` makes it.
-
-    ``step(loss)`` follows each micro-batch, after the optimizer; every rank calls it equally often.
-
-    Attributes:
-        updates: optimizer updates done, those before a resumed checkpoint included.
-        last_report: the newest report.
-        samples_per_batch: of this rank, by the prepared loader that is read; 0 before one is.
-    """
+class RunMonitor(RunWatch):
+    """The monitor of one training loop."""
 
     def __init__(
         self,
@@ -125,17 +121,7 @@ class RunWatch:
         tokens: int | torch.Tensor | None = None,
         **values: Any,
     ) -> None:
-        """Count a micro-batch, and make a report if it completes the last update of one.
-
-        Args:
-            loss: the mean over the micro-batch, on the device; it is read only at a report.
-            samples: in this rank's micro-batch; by default those of the prepared loader's batch.
-            tokens: in this rank's micro-batch: an int, or a tensor on the device.
-            values: the user's own numbers, of which a report shows the newest.
-
-        Raises:
-            RunStopped: on every rank: a rule, or some rank's :meth:`stop`, ended the run.
-        """
+        """Count a micro-batch, and make a report if it completes the last update of one; see :class:`RunWatch`."""
         is_update = self._gradient_state.sync_gradients
         loader = self._gradient_state.active_dataloader
         if loader is not self._loader or getattr(loader, "pass_began", None) != self._pass_began:
@@ -209,11 +195,7 @@ class RunWatch:
     # -- the report ----------------------------------------------------------------------------------------
 
     def report(self) -> StepReport | None:
-        """Return the numbers since the last report; None when there was no update. A collective, made by every rank.
-
-        Raises:
-            RunStopped: on every rank, when the run is to end.
-        """
+        """Return the numbers since the last report; None when there was no update. A collective."""
         losses = torch.stack([loss.float() for loss in self._losses]).tolist() if self._losses else []
         first = self._judge.first_non_finite(losses)
         times = self._timer
@@ -413,51 +395,20 @@ class RunWatch:
         self._ledger.finish("end")
 
 
-class WatchedRun(Protocol):
-    """The parts of an Accelerator whose loop is watched."""
-
-    world: World
-    gradient_state: GradientState
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision by name."""
-        ...
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of parallelism."""
-        ...
-
-    @property
-    def logging_dir(self) -> str | PathLike[str] | None:
-        """The folder of logs."""
-        ...
-
-    def log(self, values: dict[str, object], step: int | None) -> None:
-        """Send ``values`` to the trackers."""
-        ...
-
-    def print(self, *values: object) -> None:
-        """Print on the main process."""
-        ...
-
-
 def watch(
-    run: WatchedRun,
-    optimizers: Sequence[torch.optim.Optimizer],
+    run: Accelerator,
     *,
     rules: LossRules | None,
     flops: Flops | None,
     print_line: bool,
     log: bool,
     **options: Any,
-) -> RunWatch:
-    """Return the watch of the loop of ``run``, with the ``options`` of :class:`RunWatch`."""
-    return RunWatch(
+) -> RunMonitor:
+    """Return the watch of the loop of ``run``, with the ``options`` of :class:`RunMonitor`."""
+    return RunMonitor(
         run.world,
         run.gradient_state,
-        optimizers,
+        run._optimizers,
         rules=rules,
         flops=flops or Flops(),
         folder=folder_of(read(FOLDER_VARIABLE) or run.logging_dir),
@@ -479,14 +430,15 @@ def watch(
 
 
 def watch_and_check(
-    run: WatchedRun,
-    optimizers: Sequence[torch.optim.Optimizer],
+    run: Accelerator,
     *,
+    has_rules: bool,
+    rules: LossRules | None,
     compare_replicas: bool | int,
     sdc_check: int,
     on_sdc: str,
     **options: Any,
-) -> RunWatch:
+) -> RunMonitor:
     """Return the watch that a script asks for, and begin the checks that it asks for: see ``Accelerator.watch_run``.
 
     Raises:
@@ -499,7 +451,21 @@ def watch_and_check(
     if compare_replicas and (has_checks or compare_replicas is not True):  # True is the default, which asks nothing
         compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
         difference = partial(compare, run)
-    return watch(run, optimizers, compare_replicas=compare_replicas, difference=difference, **options)
+    return watch(
+        run,
+        rules=rules if has_rules else LossRules(),
+        compare_replicas=compare_replicas,
+        difference=difference,
+        **options,
+    )
+
+
+def saved_watch(loaded: tuple[str, Mapping[str, object]] | None) -> Mapping[str, Any] | None:
+    """Return the state of the watch that a checkpoint holds, given as its folder and details; None without one."""
+    state = None if loaded is None else loaded[1].get("watch")
+    if loaded is None or not isinstance(state, Mapping):
+        return None
+    return {**cast("Mapping[str, Any]", state), "folder": loaded[0]}
 
 
 def _seconds_between(world: World) -> float:
@@ -519,32 +485,6 @@ def folder_of(logging_dir: str | PathLike[str] | None) -> Path | None:
     return Path(logging_dir) / FOLDER
 
 
-def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, object]:
-    """Return the watch's state for a checkpoint, if there is a watch.
-
-    A collective with a report of the losses so far, unless this rank saves ``alone``.
-    """
-    if run is None:
-        return {}
-    return {"watch": {"updates": run.updates} if alone else run.before_save()}
-
-
-def after_save(run: RunWatch | None, folder: str, seconds: float, details: Mapping[str, object]) -> None:
-    """Tell the watch, if any, about the save with its ``details``, of which a notice of preemption may be one."""
-    if run is not None:
-        run.saved(folder, seconds, details.get("preempted"))
-
-
-def after_load(run: RunWatch | None, loaded: Any) -> Mapping[str, Any] | None:
-    """Continue ``run`` from the state of a watch in a loaded checkpoint, and return that state."""
-    saved_state = None if loaded.manifest is None else loaded.manifest.details.get("watch")
-    if saved_state is not None:
-        saved_state = {**saved_state, "folder": str(loaded.folder)}
-        if run is not None:
-            run.resume(saved_state)
-    return saved_state
-
-
 def _with_device_peak(flops: Flops, world: World) -> Flops:
     """Return ``flops`` with the peak of this device, where the author gave none and the table knows it."""
     if flops.peak is not None or (flops.per_token, flops.per_sample, flops.per_update) == (None, None, None):
@@ -554,41 +494,6 @@ def _with_device_peak(flops: Flops, world: World) -> Flops:
 
 # --------------------------------------------------------------------------------------------------
 # Rules for losses: not finite for too long, or far above the usual
-
-#: A spike is judged against at least so many reports.
-_NUM_FEWEST = 5
-
-
-@final
-@dataclass(frozen=True)
-class LossRules:
-    """The rules by which losses end a run.
-
-    Attributes:
-        non_finite: so many updates in a row whose loss is NaN or infinite, on any rank; 0 never ends a run. With an
-            fp16 gradient scaler, which skips updates on its own, take a larger number.
-        spike: a mean loss over a report that is so many times the median of the reports before; None never ends one.
-            Losses that aren't positive have no such ratio and are left alone.
-        spike_reports: how many reports the median is over.
-        spike_patience: so many such reports in a row.
-
-    Raises:
-        SettingError: a number that can't be meant.
-    """
-
-    non_finite: int = 1
-    spike: float | None = None
-    spike_reports: int = 50
-    spike_patience: int = 2
-
-    def __post_init__(self) -> None:
-        if self.non_finite < 0 or self.spike_reports < _NUM_FEWEST or self.spike_patience < 1:
-            raise SettingError(
-                f"{self}: non_finite is at least 0, spike_reports at least {_NUM_FEWEST}, spike_patience at least 1."
-            )
-        if self.spike is not None and self.spike <= 1:
-            raise SettingError(f"LossRules(spike={self.spike}): a spike is more than 1 times the usual loss.")
-
 
 #: Rules that never end a run; losses that aren't finite are still recorded.
 NEVER = LossRules(non_finite=0)
@@ -624,7 +529,7 @@ class LossJudge:
         """Return the usual loss if ``loss`` (the mean of all ranks over a report) is one spike too many, else None."""
         if self.rules.spike is None or not math.isfinite(loss):
             return None
-        usual = statistics.median(self.recent) if len(self.recent) >= _NUM_FEWEST else None
+        usual = statistics.median(self.recent) if len(self.recent) >= NUM_FEWEST_REPORTS else None
         if usual is not None and usual > 0 and loss > self.rules.spike * usual:
             self.num_spikes += 1
             return usual if self.num_spikes >= self.rules.spike_patience else None
@@ -633,29 +538,3 @@ class LossJudge:
         while len(self.recent) > self.rules.spike_reports:
             self.recent.popleft()
         return None
-
-
-# --------------------------------------------------------------------------------------------------
-# Callbacks
-
-
-class RunCallback:
-    """The base class of callbacks of a run; its methods do nothing unless a subclass overrides them.
-
-    Called on every rank. An exception in one ends the run, as anywhere in the loop.
-    """
-
-    def on_step(self, run: RunWatch) -> None:
-        """Run after an optimizer update; ``run.updates`` counts it. Reading a tensor here waits for the device."""
-
-    def on_report(self, run: RunWatch, report: StepReport) -> None:
-        """Run at a report, with the numbers of the last updates, the same on every rank but for times and memory."""
-
-    def on_epoch(self, run: RunWatch, epoch: int) -> None:
-        """Run after a pass over the training loader; ``epoch`` counts from 0."""
-
-    def on_save(self, run: RunWatch, folder: str) -> None:
-        """Run after ``save_state`` has returned; an asynchronous one may still be writing."""
-
-    def on_stop(self, run: RunWatch, reason: str) -> None:
-        """Run when all ranks have agreed to stop; `RunStopped` is raised next."""

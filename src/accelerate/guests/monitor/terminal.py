@@ -112,7 +112,7 @@ def _filled(parts: Sequence[str], width: int) -> list[str]:
 
 
 def _head(content: Document, width: int) -> list[str]:
-    from .throughput import format_duration
+    from ...watching import format_duration
 
     newest = content["newest"]
     known = {name: found for name, value in newest.items() if (found := finite(number(value))) is not None}
