@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,15 +57,23 @@ ALL = [(kind, rank, launcher) for kind in KINDS for rank in (0, 1) for launcher 
 QUICK = [("leaves the loop", 0, "local")]
 
 
+def launched(launcher: str, *command: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+    return subprocess.run(
+        [*launch, "--main_process_port", "0", *LAUNCHERS[launcher], *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("kind", "rank", "launcher"), ALL if IS_SLOW else QUICK)
 def test_the_rank_that_ended_first_is_the_cause(kind: str, rank: int, launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
-    port = ["--main_process_port", "0"]
-    command = [*launch, *port, *LAUNCHERS[launcher], str(tmp_path / "train.py"), kind, str(rank)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140)
+    done = launched(launcher, str(tmp_path / "train.py"), kind, str(rank))
     cause = done.stderr[done.stderr.find("First cause: ") :]
     assert done.returncode != 0 and cause.startswith(f"First cause: rank {rank} of 2"), done.stderr
     first = cause.splitlines()[0]
@@ -76,3 +85,47 @@ def test_the_rank_that_ended_first_is_the_cause(kind: str, rank: int, launcher: 
         assert f"Rank {1 - rank} then failed" in cause
     if kind == "raises":
         assert "a long reason END" in cause, "the cause is cut"
+
+
+LEAVING = """\
+import atexit, os, signal, sys, time
+
+how, joins, mark = sys.argv[1], sys.argv[2] == "joins", __file__ + ".failing"
+if joins:
+    from accelerate import Accelerator
+    Accelerator(cpu=True)
+if os.environ["RANK"] == "0":
+    open(mark, "w").close()
+    if how == "killed by somebody else":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    atexit.register(time.sleep, 100)
+    raise ValueError("the first")
+while not os.path.exists(mark):
+    time.sleep(0.01)
+time.sleep(0.5)
+raise KeyError("the second")
+"""
+HOW = ("leaves slowly", "ignores SIGTERM", "killed by somebody else")
+#: torch's agent knows the exceptions of ranks that have joined a world.
+ALL_LEAVING = [(how, joins, launcher) for how in HOW for joins, launcher in product((True, False), LAUNCHERS)]
+ALL_LEAVING = [one for one in ALL_LEAVING if one[1:] != (False, "agent")]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("how", "joins", "launcher"), ALL_LEAVING if IS_SLOW else [("leaves slowly", False, "local")])
+def test_the_rank_that_raised_first_is_the_cause_however_long_it_takes_to_leave(
+    how: str, joins: bool, launcher: str, tmp_path: Path
+) -> None:
+    """Its exit code is that of the exception, also where the launcher had to end it."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVING)
+    done = launched(launcher, str(script), how, "joins" if joins else "")
+    cause = done.stderr[done.stderr.find("First cause: ") :]
+    if how == "killed by somebody else":
+        assert re.match(r"First cause: rank 0 of 2 \(.*\) was killed by SIGTERM after ", cause), done.stderr
+        assert done.returncode == 143
+    else:
+        assert re.match(r"First cause: rank 0 of 2 \(.*\) raised after ", cause), done.stderr
+        assert "ValueError: the first" in cause and done.returncode == 1

@@ -170,6 +170,8 @@ class Failure:
     memory: str = ""
     #: The launcher itself sent the signal, because another rank had failed or because it was told to stop.
     stopped: bool = False
+    #: It had raised, and was leaving when a signal of the launcher's ended it: its exception is the failure.
+    was_leaving: bool = False
     log: Path | None = None
     #: It has saved because of a notice of preemption, and wants to be started again.
     is_preempted: bool = False
@@ -205,7 +207,9 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a shell: 128 + the signal for a process ended by a signal."""
+        """The exit code of a shell: 128 + the signal that ended the process; 1 if it had raised before ours did."""
+        if self.was_leaving:
+            return 1
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
 
@@ -301,6 +305,8 @@ def shorten(line: str, width: int = _LINE_WIDTH) -> str:
 
 
 def _how(failure: Failure, num_ranks: int = 1) -> str:
+    if failure.was_leaving:
+        return "raised"
     if failure.returncode < 0:
         verb = "stopped by the launcher with" if failure.stopped else "killed by"
         return f"{by_number(num_ranks, 'was', 'were')} {verb} {signal_name(-failure.returncode)}"

@@ -527,7 +527,8 @@ class Supervisor:
         if traceback is not None and errors.traceback_at is not None:
             seen_at = min(seen_at, errors.traceback_at)
         stopped = rank.stopped_at is not None and rank.stopped_at <= seen_at
-        killed = rank.returncode == -signal.SIGKILL and not stopped
+        raised_before = rank.stopped_at is not None and not stopped and rank.returncode < 0
+        killed = rank.returncode == -signal.SIGKILL and not stopped and not raised_before
         return Failure(
             rank=rank.rank,
             host=socket.gethostname(),
@@ -539,6 +540,7 @@ class Supervisor:
             peak_memory_mib=rank.peak_memory_mib if killed else None,
             memory=memory.evidence(rank.pid) if killed else "",
             stopped=stopped,
+            was_leaving=raised_before and self.received is None,
             log=rank.log,
             is_preempted=self._is_preempted(rank),
         )

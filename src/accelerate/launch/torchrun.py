@@ -224,9 +224,13 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
     """Convert torch's records of failed ranks, the earliest first; ``started`` is when the run began."""
     environment = env.snapshot()
     failures: list[Failure] = []
+    first = next(iter(found), None)  # the agent stopped the others because of it
     for rank, failure in found.items():
         details = failure.error_file_data.get("message", {})
         text = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
+        traceback = parse_traceback(text)
+        signals = (-signal.SIGTERM, -signal.SIGKILL) if traceback is not None else (-signal.SIGTERM,)
+        is_agents = rank != first and failure.exitcode in signals  # without a traceback, SIGKILL may be the kernel's
         failures.append(
             Failure(
                 rank=rank,
@@ -234,8 +238,9 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
                 pid=failure.pid,
                 returncode=failure.exitcode,
                 seconds=max(0.0, failure_time(failure) - started),
-                traceback=parse_traceback(text),
-                stopped=failure.exitcode == -15,
+                traceback=traceback,
+                stopped=is_agents and traceback is None,
+                was_leaving=is_agents and traceback is not None,
                 log=_stderr_log(failure.error_file),
                 is_preempted=records.is_preempted(rank, failure.exitcode, environment, _attempt_of(failure.error_file)),
             )
