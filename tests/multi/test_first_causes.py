@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -27,10 +28,9 @@ def leaves(accelerator, kind):
         sys.exit(3)
     if kind == "raises":
         raise ValueError("bad data: " + "a long reason " * 20 + "END")
-    if kind == "os._exit(0)":
-        os._exit(0)
-    if kind == "os._exit(3)":
-        os._exit(3)
+    if kind.startswith("os._exit"):
+        open(os.path.join(os.path.dirname(__file__), "left"), "w").close()
+        os._exit(int(kind[-2]))
     if kind == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hangs":
@@ -74,11 +74,13 @@ def launched(launcher: str, *command: str) -> subprocess.CompletedProcess[str]:
 def test_the_rank_that_ended_first_is_the_cause(kind: str, rank: int, launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = launched(launcher, str(tmp_path / "train.py"), kind, str(rank))
+    if kind.startswith("os._exit") and launcher == "local":
+        assert time.time() - (tmp_path / "left").stat().st_mtime < 25, "rank 0 has served the store to nobody"
     cause = done.stderr[done.stderr.find("First cause: ") :]
     assert done.returncode != 0 and cause.startswith(f"First cause: rank {rank} of 2"), done.stderr
     first = cause.splitlines()[0]
     if kind in ENDS_WELL:
-        where = " at train.py:34 `main(sys.argv[1], int(sys.argv[2]))`" if kind != "os._exit(0)" else " with code 0"
+        where = " at train.py:33 `main(sys.argv[1], int(sys.argv[2]))`" if kind != "os._exit(0)" else " with code 0"
         assert f"left the script{where} after" in first, cause
         # The line alone where torch keeps no record of collectives on CPU ranks.
         assert re.search(rf"while rank {1 - rank} was (in all_?reduce #\d+|at train.py:3\d)", first), cause

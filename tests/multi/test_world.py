@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,22 +143,53 @@ def test_rank_0_which_serves_the_store_stays_until_slower_ranks_have_read_it(ado
     assert run_on_ranks(reads_late) == [True, False]
 
 
-def test_rank_0_does_not_stay_long_for_a_rank_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "_READERS_SECONDS", 0.5)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of connections")
+@pytest.mark.parametrize("code", [0, 9])
+def test_rank_0_does_not_stay_for_a_rank_that_died(code: int, tmp_path: Path) -> None:
+    """Rank 1 ends without a word, rank 2 leaves."""
 
     def survives() -> None:
         coordinator = join_world().coordinator
         assert coordinator is not None
         coordinator.wait_for_everyone()
         if coordinator.rank == 1:
-            os._exit(9)
+            os._exit(code)
+        start = time.monotonic()
+        leave_world()
+        if coordinator.rank == 0:
+            (tmp_path / "seconds").write_text(str(time.monotonic() - start))
+
+    with pytest.raises(RankFailed, match=rf"^rank 1: died with exit code {code}$"):
+        run_on_ranks(survives, 3)
+    assert float((tmp_path / "seconds").read_text()) < store_client._READERS_SECONDS / 2
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_rank_0_stays_for_a_rank_that_lives_but_not_for_ever(
+    stands_still: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_client, "_READERS_SECONDS", 1.5)
+
+    def leaves() -> None:
+        coordinator = join_world().coordinator
+        assert coordinator is not None
+        if coordinator.rank == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+        coordinator.wait_for_everyone()
+        if coordinator.rank == 1:
+            while not (tmp_path / "seconds").exists():
+                time.sleep(0.01)
+            return
+        other = int((tmp_path / "pid").read_text())
+        if stands_still:
+            os.kill(other, signal.SIGSTOP)
         start = time.monotonic()
         leave_world()
         (tmp_path / "seconds").write_text(str(time.monotonic() - start))
+        os.kill(other, signal.SIGCONT)
 
-    with pytest.raises(RankFailed, match=r"^rank 1: died with exit code 9$"):
-        run_on_ranks(survives)
-    assert float((tmp_path / "seconds").read_text()) >= 0.5
+    run_on_ranks(leaves)
+    assert float((tmp_path / "seconds").read_text()) >= 1.5
 
 
 def test_a_group_of_somebody_elses_is_adopted() -> None:

@@ -3,6 +3,8 @@
 The process that is watched only listens: its kernel takes the connection, and closes it when the process ends. No
 thread of it has to run for that, so a program that computes for long, or holds the interpreter's lock, isn't taken for
 one that has ended. A host that is gone doesn't answer the probes of the connection.
+
+The process that serves the ranks' store needs none of its own: all others are connected to it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final, final
 
 from ..settings.env import read
@@ -20,6 +23,9 @@ from ..settings.env import read
 _CONNECT_SECONDS: Final = 5.0
 #: Seconds of silence before the first probe, and between probes; after so many without an answer the host is gone.
 _PROBES: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
+#: In the kernel's tables of connections.
+_ESTABLISHED: Final = "01"
+_IPV4_IN_IPV6: Final = "0000000000000000FFFF0000"
 
 
 @final
@@ -80,6 +86,45 @@ class ExitWatch:
         self._listening = None
         self._watched.clear()
         self._num_watches.clear()
+
+
+def has_clients(port: int) -> bool:
+    """Return whether another process is connected to ``port``, where this process serves; True where that isn't known.
+
+    The kernel's tables of connections tell it, on Linux.
+    """
+    sockets = set(_own_sockets())
+    clients: set[tuple[str, str]] = set()
+    own: set[tuple[str, str]] = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # not on this system, or without IPv6
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                _, local, remote, state, *rest = line.split()
+                if state != _ESTABLISHED or rest[5] not in sockets:
+                    continue
+                here, there = _address(local), _address(remote)
+                if int(here[1], 16) == port:
+                    clients.add(there)
+                if int(there[1], 16) == port:
+                    own.add(here)
+    # A process that serves a store is connected to it, too; where that isn't seen, nothing is.
+    return not own or bool(clients - own)
+
+
+def _own_sockets() -> Iterator[str]:
+    """Return the numbers by which the kernel's tables name the sockets of this process."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                kind, _, number = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")
+                if kind == "socket":
+                    yield number.strip("[]")
+
+
+def _address(text: str) -> tuple[str, str]:
+    """Return host and port of an address of the kernel's tables; the host in one form where IPv6 carries IPv4."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix(_IPV4_IN_IPV6), port
 
 
 def _known_options() -> Iterator[str]:

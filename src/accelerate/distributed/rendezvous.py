@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 from ..settings.env import read
-from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
+from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store, tcp_store
 from ..versions import is_torch_version
 from ..wording import by_number, some_ranks
 from .environment import ProcessIdentity
@@ -102,11 +102,7 @@ def store_of_group(generation: int) -> Store:
 
 def serves(store: Store, rank: int) -> bool:
     """Return whether this process, rank ``rank``, serves ``store`` to the others, so that it ends with this process."""
-    if rank != 0 or _is_served_by_agent():
-        return False
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore)
+    return rank == 0 and not _is_served_by_agent() and tcp_store(store) is not None
 
 
 def _is_served_by_agent() -> bool:

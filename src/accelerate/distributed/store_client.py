@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from ..callers import call_site
 from ..errors import CollectiveError
-from ..torch_private.distributed import set_keys
+from ..torch_private.distributed import set_keys, tcp_store
 from ..wording import some_ranks
 from .call_rendezvous import CallRendezvous
-from .exits import ExitWatch
+from .exits import ExitWatch, has_clients
 from .store_requests import (
     RequestThread,
     StoreTimeout,
@@ -58,6 +58,8 @@ _LEAVE_SECONDS: Final = 2.0
 #: How long a rank that serves the store to all others stays for them when its own program has ended. torch's
 #: server looks up the name of each host that connects, and serves nobody for the 5 s in which no name server answers.
 _READERS_SECONDS: Final = 30.0
+#: How often it looks whether any of them still runs.
+_READERS_CHECK_SECONDS: Final = 0.5
 #: Up to this many ranks, each publishes every operation that it begins; beyond, only those in which it has to wait.
 _NUM_PUBLISHING: Final = 128
 #: Requests a second of all ranks together, while they wait for one that doesn't come.
@@ -287,15 +289,19 @@ class Coordinator:
             self._stop()
 
     def wait_for_readers(self) -> None:
-        """Serve the store until all other ranks have left too, or for 30 s: they may still read from it.
+        """Serve the store until all other ranks have left or ended, or for 30 s: they may still read from it.
 
         Slower ranks would otherwise lose the value that they are waiting for. Called after `leave`, when the process
         group is destroyed, which wakes a rank that waits in it.
         """
         if not self.keeps_store:
             return
+        served, until = tcp_store(self.store), time.monotonic() + _READERS_SECONDS
         with self.waits.start("all_left") as wait:
-            wait.is_over(_READERS_SECONDS)
+            while not wait.is_over(max(0.0, min(_READERS_CHECK_SECONDS, until - time.monotonic()))):
+                # A rank that was killed, or ended by `os._exit`, never says that it has left.
+                if time.monotonic() >= until or (served is not None and not has_clients(served.port)):
+                    break
         self._stop()
 
     def _stop(self) -> None:

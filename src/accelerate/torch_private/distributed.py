@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
-    "KEYS_PER_REQUEST", "all_gather_single", "second_connection", "set_keys", "get_keys", "shard_locally",
+    "KEYS_PER_REQUEST", "all_gather_single", "second_connection", "tcp_store", "set_keys", "get_keys", "shard_locally",
     "shard_offset", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
     "gradient_order", "has_stateful_comm_hook", "flight_records", "ranks_of_group", "overlap_tensor_parallel",
     "set_ring_rotation", "synchronize_buffers",
@@ -87,6 +87,13 @@ def second_connection(store: Store) -> Store:
         if "pure virtual" in str(error):
             raise NotImplementedError("clone") from error
         raise
+
+
+def tcp_store(store: Store) -> TCPStore | None:
+    """Return the TCP store that ``store`` is, or lies over; None where it is another kind."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
 
 
 def set_keys(store: Store, values: Mapping[str, str]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from accelerate.distributed import exits
-from accelerate.distributed.exits import ExitWatch
+from accelerate.distributed.exits import ExitWatch, has_clients
 
 LISTENER = """
 import os, sys, time
@@ -47,6 +49,43 @@ def test_a_process_that_is_killed_is_noticed_though_it_never_answers(arguments: 
         assert watch.ended() == [3]
         watch.close()
         assert watch.ended() == []
+
+
+CLIENT = """
+import os, socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of connections")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_server_knows_whether_any_other_process_is_connected(family: socket.AddressFamily) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", 0), family=family, dualstack_ipv6=family != 2))
+        port = server.getsockname()[1]
+        assert has_clients(port), "its own connection isn't seen, so it isn't known"
+        stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        stack.enter_context(server.accept()[0])
+        assert not has_clients(port)
+        command = [sys.executable, "-c", CLIENT, str(port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "connected\n"
+            taken = server.accept()[0]
+            os.kill(process.pid, signal.SIGSTOP)  # a process that stands still may go on reading
+            assert has_clients(port)
+            process.kill()
+        while has_clients(port):
+            time.sleep(0.01)
+        taken.close()
+
+
+def test_where_the_kernel_has_no_such_tables_anybody_may_be_connected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(exits, "Path", lambda *parts: tmp_path.joinpath("none", *parts[1:]))
+    assert has_clients(29500)
 
 
 def test_closing_is_as_the_end_of_the_process() -> None:
