@@ -38,6 +38,12 @@ for folder in (ROOT / "src", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from tests.python_path import QUICK_START  # noqa: E402
+
+# Programs that tests start get it from the one or the other.
+sys.path.append(str(QUICK_START))
+os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(QUICK_START)])
+
 # A machine that does other work too is no failure.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

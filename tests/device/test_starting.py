@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.device.devices import on_devices
+from tests.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +78,7 @@ except Exception as error:
 
 
 def output_of(first: str) -> str:
-    environment = {**os.environ, "SIM_DEVICES": "2", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "SIM_DEVICES": "2", "PYTHONPATH": python_path(ROOT)}
     environment.pop("ACCELERATE_USE_CPU", None)
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK.format(first=first)],
@@ -112,7 +113,7 @@ print(json.dumps([accelerator.process_index, accelerator.num_processes, str(acce
 def test_launched_ranks_take_the_devices(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "SIM_DEVICES": "2", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "SIM_DEVICES": "2", "PYTHONPATH": python_path(ROOT)}
     environment.pop("ACCELERATE_USE_CPU", None)
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", str(script)],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, blocks
+from tests.python_path import python_path
 
 #: What `pip install .` gives (pyproject.toml), besides Python's own modules.
 INSTALLED = {"accelerate", "torch", "numpy", "yaml", "packaging", "safetensors"}
@@ -23,7 +24,7 @@ def first_script() -> str:
 
 def printed(command: list[str], script: Path) -> list[float]:
     """The percentage of each epoch."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(script.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "HF_HOME": str(script.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -11,11 +11,11 @@ import pytest
 
 from accelerate.cores import num_cores, usable_cpus
 from accelerate.ports import get_free_port
+from tests.python_path import python_path
 from tests.slow import slow
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 TRAIN = """
 import os, sys
@@ -55,7 +55,7 @@ def told(tmp_path: Path, command: list[str], cpus: frozenset[int], **variables: 
     """The threads of torch and OMP_NUM_THREADS on each rank, by rank, of a run that is bound to the CPUs."""
     base = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     port = str(get_free_port())
-    environment = {**base, "PYTHONPATH": str(SOURCE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    environment = {**base, "PYTHONPATH": python_path(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
     done = subprocess.run(
         [sys.executable, *command],
         env=environment,

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.errors import LaunchError
 from accelerate.launch import fork, functions
 from accelerate.launch.functions import debug_launcher, notebook_launcher
+from tests.python_path import python_path
 from tests.ranks import free_port
 from tests.slow import IS_SLOW
 
@@ -49,7 +50,7 @@ accelerator.end_training()
 def run(tmp_path: Path, *command: str) -> dict[str, Any]:
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "ACCELERATE_USE_CPU": "true"}
     words = [sys.executable, *command, str(script), str(out)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -98,7 +99,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(body)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     return subprocess.run(
         [*command, "--main_process_port", "0", *flags, str(script), *script_arguments],
@@ -132,7 +133,7 @@ def test_the_first_cause_of_a_failed_training_is_within_the_last_lines(flags: li
 
 def test_the_agent_that_slurm_and_kubernetes_start_reports_the_same(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "ACCELERATE_USE_CPU": "true"}
     words = ["-m", "accelerate.launch.agent", "--nproc-per-node", "2", "--master-port", str(free_port()), "script.py"]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=110
@@ -230,7 +231,7 @@ def test_two_machines_on_this_host_form_one_world(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     command += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     machines = [
         subprocess.Popen(
             [*command, "--machine_rank", str(rank), str(script)],
@@ -339,7 +340,7 @@ def test_elastic_options_go_through_torchs_agent() -> None:
 
 @pytest.mark.parametrize("flags", [["--num_processes", "2", "--main_process_port", "0"], *([[]] if IS_SLOW else [])])
 def test_the_packaged_sanity_script_succeeds(flags: list[str], tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "accelerate.commands.main", "test", "--cpu", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]

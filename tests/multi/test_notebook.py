@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.python_path import python_path
+
 pytest.importorskip("IPython")
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -87,7 +89,7 @@ def _assert_names_the_cause(kind: str, text: str) -> None:
 
 def _environment(folder: Path) -> dict[str, str]:
     """A new interpreter finds this source and writes its configuration into ``folder``."""
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([python_path(), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {f"{name}_DIR": str(folder / name) for name in ("IPYTHON", "JUPYTER_CONFIG", "JUPYTER_DATA")}
     return {**os.environ, **settings, "IPYTHONDIR": str(folder / "IPYTHON"), "PYTHONPATH": path, "HOME": str(folder)}
 

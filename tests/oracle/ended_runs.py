@@ -28,6 +28,7 @@ from accelerate import Accelerator
 from accelerate.ports import get_free_port
 from accelerate.utils import PreemptionPolicy, ProjectConfiguration
 from tests.oracle.killed_runs import digest, noter
+from tests.python_path import python_path
 
 EPOCHS = 2
 GRACE_SECONDS = 30.0
@@ -225,7 +226,7 @@ def run_cases(cases: list[dict[str, Any]], seconds: float = 240.0) -> list[list[
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     root = Path(__file__).resolve().parents[2]
-    environment["PYTHONPATH"] = f"{root / 'src'}:{root}"
+    environment["PYTHONPATH"] = python_path(root)
     command = [sys.executable, "-m", "tests.oracle.ended_runs", json.dumps([{"seconds": 60.0, **one} for one in cases])]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.seeds.tools import ACCELERATE, HERE, LISTINGS, ROOT, launcher, run
 from tests.slow import slow
@@ -315,7 +316,7 @@ def test_the_example_has_a_local_stand_in_for_the_data(tmp_path: Path) -> None:
     said = run(
         [sys.executable, ROOT / "examples" / "cifar10_mlp.py", "--cpu", "--num_epochs", "2", "--data_dir", tmp_path],
         folder=tmp_path,
-        PYTHONPATH=str(ROOT / "src"),
+        PYTHONPATH=python_path(),
     ).stdout
     first, last = re.findall(r"loss (\d\.\d+), accuracy", said)
     assert float(last) < float(first)

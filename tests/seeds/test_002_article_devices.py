@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from accelerate import Accelerator, notebook_launcher
+from tests.python_path import python_path
 from tests.seeds.test_001_commands import ARTICLE_ANSWERS, STATE, told, with_own_port
 from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run
 from tests.slow import slow
@@ -201,7 +202,7 @@ def test_the_text_example_learns_and_reports_the_same_on_two_processes(pairs_fil
     ]  # fmt: skip
     reports = []
     for words, batch_size in ((launcher("python"), "32"), (launcher("accelerate"), "16")):
-        said = run([*words, *script, "--batch_size", batch_size], PYTHONPATH=str(ROOT / "src")).stdout
+        said = run([*words, *script, "--batch_size", batch_size], PYTHONPATH=python_path()).stdout
         reports.append([(float(a), float(f)) for a, f in re.findall(r"accuracy (\d\.\d+), f1 (\d\.\d+)", said)])
     one, two = reports
     assert len(one) == len(two) >= 3
@@ -212,7 +213,7 @@ def test_the_text_example_learns_and_reports_the_same_on_two_processes(pairs_fil
 @slow
 @pytest.mark.timeout(300)  # 40 seconds of computing, on however busy a machine
 def test_the_text_example_reaches_its_mark_on_real_text_without_arguments() -> None:
-    said = run([sys.executable, EXAMPLES / "nlp_example.py"], PYTHONPATH=str(ROOT / "src"), timeout_seconds=280).stdout
+    said = run([sys.executable, EXAMPLES / "nlp_example.py"], PYTHONPATH=python_path(), timeout_seconds=280).stdout
     accuracies = [float(a) for a in re.findall(r"accuracy (\d\.\d+)", said)]
     assert accuracies[-1] >= 0.85
 
@@ -264,7 +265,7 @@ def test_the_examples_take_a_precision(precision: str, tmp_path: Path) -> None:
     said = run(
         [sys.executable, EXAMPLES / "cv_example.py", "--cpu", "--mixed_precision", precision, "--num_epochs", "1"],
         folder=tmp_path,
-        PYTHONPATH=str(ROOT / "src"),
+        PYTHONPATH=python_path(),
     ).stdout
     assert re.search(r"^epoch 0: \d+\.\d\d", said, re.MULTILINE)
 
@@ -275,7 +276,7 @@ def test_missing_libraries_are_named_and_the_examples_run_without_them(tmp_path:
     blocked.mkdir()
     for name in ("timm", "torchvision", "datasets", "transformers"):
         (blocked / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
-    path = f"{blocked}:{ROOT / 'src'}"
+    path = python_path(blocked)
     refused = run(
         [sys.executable, EXAMPLES / "cv_example.py", "--cpu", "--data_dir", "images"], expect=1, PYTHONPATH=path
     )
@@ -344,7 +345,7 @@ def test_the_image_example_reads_the_pets_and_trains_the_head(tmp_path: Path) ->
             sys.executable, EXAMPLES / "cv_example.py", "--cpu", "--data_dir", tmp_path, "--batch_size", "4",
             "--image_size", "32",
         ],
-        PYTHONPATH=f"{stubs}:{ROOT / 'src'}",
+        PYTHONPATH=python_path(stubs),
     ).stdout  # fmt: skip
     shares = [float(share) for share in re.findall(r"^epoch \d: (\d+\.\d\d)", said, re.MULTILINE)]
     assert len(shares) == 3 and shares[-1] == 100.0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.python_path import python_path
 from tests.ranks import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +35,7 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of a child: ours, with the source and the stubs on its path, and nothing of a launcher."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(STUBS)]),
+        "PYTHONPATH": python_path(STUBS),
         "PYTHONWARNINGS": "default",
         **extra,
     }

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.python_path import python_path
+
 HERE = Path(__file__).parent
 SERVICES = ("tensorboard", "wandb", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab", "trackio")
 SETTINGS = {"learning_rate": 0.5, "batch_size": 32, "model": "linear"}
@@ -28,7 +30,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     """Every service keeps to ``folder``, and none looks for a network."""
     return {
         **os.environ,
-        "PYTHONPATH": str(HERE.parents[1] / "src"),
+        "PYTHONPATH": python_path(),
         "HOME": str(folder),
         "HF_HOME": str(folder),
         "PYTHONUNBUFFERED": "1",

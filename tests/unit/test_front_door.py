@@ -5,21 +5,18 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 import accelerate
 from tests.fresh import run_fresh
+from tests.python_path import python_path
 from tests.torch_needed import needs_torch
 
 BUILT_MODULES = (
     "accelerator", "checkpointing", "data_loader", "launchers", "local_sgd", "logging", "optimizer",
     "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
 )  # fmt: skip
-
-
-SOURCE = str(Path(accelerate.__file__).parent.parent)
 
 
 def run(program: str) -> str:
@@ -29,7 +26,7 @@ def run(program: str) -> str:
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": SOURCE},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout.strip()
@@ -37,7 +34,7 @@ def run(program: str) -> str:
 
 def run_beside_torch(program: str) -> str:
     """What the program prints, which imports torch anyhow."""
-    finished = run_fresh(program, environment={**os.environ, "PYTHONPATH": SOURCE})
+    finished = run_fresh(program, environment={**os.environ, "PYTHONPATH": python_path()})
     assert finished.returncode == 0, finished.stderr
     return finished.stdout.strip()
 

@@ -17,9 +17,9 @@ import pytest
 from accelerate.checkpointing import store as locks
 from accelerate.checkpointing.storage import check_name, problem_on_windows
 from accelerate.errors import CheckpointError
+from tests.python_path import QUICK_START, python_path
 from tests.slow import slow_for
 
-ROOT = Path(__file__).resolve().parents[2]
 slow = slow_for("processes of their own")
 #: Runs at the start of every child interpreter, and of those that it starts.
 TAKEN_AWAY = """
@@ -93,8 +93,10 @@ def run(folder: Path, *command: str, stdin: str = "", code: int = 0) -> str:
     """What ``command`` printed in an interpreter without POSIX."""
     site = folder / "site"
     site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(TAKEN_AWAY, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "src")])}
+    (site / "sitecustomize.py").write_text(
+        (QUICK_START / "sitecustomize.py").read_text() + TAKEN_AWAY, encoding="utf-8"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(site)}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.gpu import page, workers
 from benchmarks.gpu.__main__ import LIMITS, PARTS
 from benchmarks.gpu.sheet import Sheet, figure_of
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {"part", "title", "state", "error", "dry", "device", "versions", "date", "rows"}
@@ -24,7 +25,7 @@ FAILING = "c"
 @pytest.mark.timeout(300)
 def test_a_dry_run_fills_each_json_and_a_part_that_fails_leaves_the_others(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PEER_PYTHON"}
-    environment["PYTHONPATH"] = str(ROOT / "src")
+    environment["PYTHONPATH"] = python_path()
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", str(tmp_path), "--fail", FAILING]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     output = done.stdout + done.stderr
@@ -49,7 +50,7 @@ def test_a_dry_run_fills_each_json_and_a_part_that_fails_leaves_the_others(tmp_p
 
 
 def test_a_part_in_a_process_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", "d", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

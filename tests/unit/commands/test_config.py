@@ -27,6 +27,7 @@ from accelerate.launch.arguments import flags_of, settings_of
 from accelerate.settings import file
 from accelerate.settings.run import collect
 from accelerate.settings.tree import Settings
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED_ANSWERS = ["0", "2", "1", "no", "no", "2", "no"]
@@ -311,7 +312,7 @@ def test_devices_of_this_machine_are_marked_and_keep_their_numbers() -> None:
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(tmp_path), "TERM": "xterm"}
+    return {**os.environ, "PYTHONPATH": python_path(), "HF_HOME": str(tmp_path), "TERM": "xterm"}
 
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.main", "config"]

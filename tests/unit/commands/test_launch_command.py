@@ -26,6 +26,7 @@ from accelerate.launch.preflight import Host, check_cheap
 from accelerate.optional import can_be_found, installed_version
 from accelerate.ports import get_free_port
 from accelerate.settings.run import launch_options_of
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 MULTI = """\
@@ -127,7 +128,7 @@ def test_any_words_reach_the_script_unchanged_and_unevaluated(
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     (folder / "s.py").write_text("import json, sys, os\nopen(os.environ['OUT'], 'w').write(json.dumps(sys.argv[1:]))\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OUT": str(folder / "out"), "ODD": "$(touch pwned)"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OUT": str(folder / "out"), "ODD": "$(touch pwned)"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "s.py", *words]
     subprocess.run(command, check=True, cwd=folder, env=environment, timeout=30)
     import json
@@ -431,7 +432,7 @@ def test_a_mistake_in_the_environment_is_refused_with_the_variable(
 def test_a_rank_that_writes_to_a_terminal_still_does(tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     (tmp_path / "s.py").write_text("import os; os.write(2, f'terminal {os.isatty(2)}\\n'.encode())")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     words = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py"]
     child = pexpect.spawn(sys.executable, words, cwd=tmp_path, env=environment, timeout=30, encoding="utf-8")
     child.expect(pexpect.EOF)
@@ -553,7 +554,7 @@ def test_a_caller_from_python_is_never_replaced(script: Path) -> None:
 
 
 def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "accelerate.commands.main", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=60)
 
@@ -567,7 +568,7 @@ def test_the_exit_code_of_the_command_is_the_programs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["launch"], ["main", "launch"]])
 def test_one_process_takes_the_place_of_the_launcher(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import os; print(os.getpid())")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", f"accelerate.commands.{command[0]}", *command[1:], "--cpu", "s.py"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
     out, _ = process.communicate(timeout=60)
@@ -591,7 +592,7 @@ def test_one_process_takes_the_place_of_the_launcher(command: list[str], tmp_pat
 def test_torch_is_never_imported(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     (tmp_path / "c.yaml").write_text(MULTI)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-X", "importtime", "-m", "accelerate.commands.main", *words]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -16,6 +16,7 @@ from accelerate.devices.allocations import AllocationTracker
 from accelerate.errors import PreparationError, SettingError
 from accelerate.guests.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
 from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
+from tests.python_path import python_path
 from tests.slow import slow_for
 from tests.torch_needed import needs_torch
 
@@ -50,7 +51,7 @@ print(len(rows), max(abs(row.error) for row in rows))
     environment = {
         **os.environ,
         "ONEDNN_MAX_CPU_ISA": limit,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONPATH": python_path(ROOT),
     }
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr

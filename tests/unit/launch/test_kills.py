@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[3]
 KILLS = int(os.environ.get("KILLS", "8"))
 SCRIPT = """\
@@ -47,7 +49,7 @@ def test_a_random_kill_leaves_no_process_and_names_the_cause(seed: int, tmp_path
     chance = random.Random(seed)
     (tmp_path / "script.py").write_text(SCRIPT)
     marker = f"accelerate_kill_test_{os.getpid()}_{seed}_"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MARKER": marker}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "MARKER": marker}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "3"]
     command += ["--main_process_port", "0", "script.py", str(tmp_path)]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)

@@ -20,6 +20,7 @@ from accelerate.launch import supervisor as supervision
 from accelerate.launch.plan import LaunchPlan, Logs, Program, parse_tee
 from accelerate.launch.supervisor import Supervisor, start_command, supervise
 from accelerate.settings import env
+from tests.python_path import python_path
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
 
@@ -251,7 +252,7 @@ def launch(script: Path, grace_seconds: float = 5.0, **environment: str) -> subp
         stderr=subprocess.PIPE,
         text=True,
         cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src"), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(), **environment},
     )
     return process
 
