@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -43,6 +44,11 @@ from tests.python_path import QUICK_START  # noqa: E402
 # Programs that tests start get it from the one or the other.
 sys.path.append(str(QUICK_START))
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(QUICK_START)])
+
+# Tests have more ranks than there are cores. A rank that wakes another by a message must not be interrupted for it
+# while it holds a lock of gloo: a thread of gloo asks for that lock again and again. Child processes inherit this.
+with suppress(AttributeError, OSError):  # a system without it, or one that refuses
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # A machine that does other work too is no failure.
 hypothesis.settings.register_profile("any machine", deadline=None)
