@@ -71,7 +71,7 @@ def test_files_of_more_ranks_lie_in_folders_by_thousand() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2000, pytest.param(16_384, marks=slow)])
+@pytest.mark.parametrize("ranks", [1100, pytest.param(16_384, marks=slow)])
 def test_no_folder_of_a_checkpoint_is_full(tmp_path: Path, ranks: int) -> None:
     store = commit(tmp_path / "checkpoint_0", ranks)
     found = read_manifest(store.folder)
