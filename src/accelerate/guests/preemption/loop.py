@@ -10,8 +10,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, final
 from weakref import WeakSet
 
 import torch
@@ -28,30 +28,13 @@ from .notices import Notices
 from .policy import PreemptionPolicy
 
 if TYPE_CHECKING:
-    from ...plugins.handlers import ProjectConfiguration
-    from ...settings.tree import Settings
-    from ...training.accumulation import GradientState
+    from ...accelerator import Accelerator
     from .agreement import Point
 
 _log = logging.getLogger(__name__)
 
 
-class SavedRun(Protocol):
-    """The parts of an Accelerator that a preemption needs."""
-
-    settings: Settings
-    world: World
-    gradient_state: GradientState
-    project_configuration: ProjectConfiguration
-    _models: list[torch.nn.Module]
-    _optimizers: list[AcceleratedOptimizer]
-
-    def save_state(self, *, asynchronous: bool | None, details: Mapping[str, object] | None) -> str:
-        """Save everything as one checkpoint, by all ranks, and return its folder."""
-        ...
-
-
-def attach(run: SavedRun, asked: PreemptionOptions) -> LoopHook | None:
+def attach(run: Accelerator, asked: PreemptionOptions) -> LoopHook | None:
     """Return the hook by which ``run`` stops after a notice, as a policy or the launcher's options say.
 
     None where it takes part in no loop: this Accelerator has no folder, or the members of the run tell each other.
@@ -129,7 +112,7 @@ class Preemption(LoopHook):
     def __init__(
         self,
         policy: PreemptionPolicy,
-        run: SavedRun,
+        run: Accelerator,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
     ) -> None:
