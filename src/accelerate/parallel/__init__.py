@@ -36,7 +36,7 @@ def _shards(version: int) -> Callable[[Settings, World], bool]:
 
 
 def _cuts_layers(settings: Settings, world: World) -> bool:
-    """Return True if tensor parallelism takes all processes, so that no other engine shards the parameters."""
+    """Return True if tensor parallelism uses all processes; then no other engine shards the parameters."""
     return world.size > 1 and settings.parallelism is not None and settings.parallelism.tp_size == world.size
 
 
@@ -46,7 +46,7 @@ def _splits_layers(settings: Settings, world: World) -> bool:
 
 
 def _awaits_shards(settings: Settings, world: World) -> bool:
-    """Return True if parameters are to be sharded, and no engine was named that does it: the model comes sharded."""
+    """Return True if the settings shard parameters but name no engine for it: the model must come sharded."""
     config = settings.parallelism
     return world.size > 1 and config is not None and (config.dp_shard_size > 1 or config.tp_size > 1)
 
@@ -81,13 +81,13 @@ def choose(settings: Settings, world: World, options: StrategyOptions) -> Strate
 
 
 def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Strategy:
-    """Return the strategy that trains ``model`` too: as it lies, on the mesh of its DTensors, if it comes sharded.
+    """Return the strategy that also trains ``model``; a sharded model keeps its layout and the mesh of its DTensors.
 
     Args:
-        is_in_use: loaders or schedulers rely on the shares of the data that ranks have now.
+        is_in_use: prepared loaders or schedulers depend on the current data-parallel rank and size.
 
     Raises:
-        PreparationError: it lies on another mesh than the models before it, or than the ParallelismConfig says.
+        PreparationError: its mesh differs from that of the models before it, or from the ParallelismConfig.
     """
     from ..modules import is_sharded
 
@@ -108,7 +108,7 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
 
 
 def unadopted(strategy: Strategy) -> Strategy:
-    """Return the strategy from before it adopted a sharded model, with its earlier mesh."""
+    """Return the strategy, and restore its mesh, from before it adopted a sharded model."""
     if strategy.before_adoption is None:
         return strategy
     before, mesh, source = strategy.before_adoption

@@ -1,7 +1,7 @@
-"""Models sharded before ``prepare``: trained in their layout, on the mesh of their DTensors.
+"""Models sharded before ``prepare``: they are trained in their layout, on the mesh of their DTensors.
 
-By the user's own ``fully_shard`` and ``parallelize_module``, or by transformers' ``from_pretrained(...,
-distributed_config=...)``. Real on CPU ranks too.
+They were sharded by the user's own ``fully_shard`` and ``parallelize_module``, or by transformers'
+``from_pretrained(..., distributed_config=...)``. Works on CPU ranks too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .state import ModelState
 
 @final
 class Adopted(ShardedStrategy):
-    """Models as they came: sharded, or whole on every rank beside those that are."""
+    """The strategy for models in their own layout: sharded, or replicated beside sharded ones."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
@@ -45,7 +45,7 @@ class Adopted(ShardedStrategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
 
     def adopts(self, model: torch.nn.Module) -> bool:
@@ -55,7 +55,7 @@ class Adopted(ShardedStrategy):
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise if a model was to be sharded, and comes whole; or sharded as this torch can't train it."""
+        """Raise if a model that has to come sharded isn't, or if this torch can't train its shards."""
         super().check(arguments)
         for argument in arguments.of(Role.MODEL):
             self._refuse_unfit(argument.current)
@@ -63,7 +63,7 @@ class Adopted(ShardedStrategy):
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` in its precision, its replicas made equal (unless ``evaluation_mode``), and compiled."""
+        """Return ``model`` cast, with equal replicas (unless ``evaluation_mode``), and compiled."""
         if not evaluation_mode:
             self._refuse_unfit(model)
         if device_placement:
@@ -73,7 +73,7 @@ class Adopted(ShardedStrategy):
         return super().place_model(model, precision, device_placement, evaluation_mode)
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make replicas of ``model`` equal, and let those gradients be averaged that ``fully_shard`` leaves alone."""
+        """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce."""
         if replica_in(model) is None:
             key = id(model)
             self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
@@ -81,7 +81,7 @@ class Adopted(ShardedStrategy):
         return model
 
     def _refuse_unfit(self, model: torch.nn.Module) -> None:
-        """Raise if torch can't train ``model`` here, or if it comes whole where only an engine could shard it.
+        """Raise if torch can't train ``model`` here, or if it isn't sharded and only an engine could shard it.
 
         Raises:
             MissingDependency: the version of torch for ``fully_shard`` on CPU ranks.
@@ -106,14 +106,14 @@ class Adopted(ShardedStrategy):
         )
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer`` update parameter by parameter where torch's joint updates don't take the mixture."""
+        """Set ``foreach=False`` on ``optimizer`` where its parameters lie on different meshes."""
         super().register_step_hooks(optimizer)
         disable_foreach_across_meshes(inner_optimizer(optimizer))
 
     # -- training ------------------------------------------------------------------------------------------
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Enter a context in which backward passes leave gradients on each rank as they are."""
+        """Enter a context in which backward passes don't reduce gradients."""
         replica = replica_in(model)
         return without_reduction(uncompiled(model), self._unreduced) if replica is None else replica.no_sync()
 
@@ -121,18 +121,18 @@ class Adopted(ShardedStrategy):
 
     @property
     def state(self) -> ModelState[Adopted]:
-        """The state of models of which some are sharded."""
+        """The state of models, some of which are sharded."""
         return _AdoptedState(self)
 
 
 @final
 class _AdoptedState(ShardedState[Adopted]):
-    """The state of models that came sharded: saved in shards, as they are trained, unless the plugin says otherwise."""
+    """The state of models that came sharded; it is saved in shards unless the FSDP plugin says otherwise."""
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return weights and optimizers in shards, or gathered where an FSDP plugin says so."""
+        """Return weights and optimizers in shards, or gathered if an FSDP plugin says so."""
         plugin, world = self.strategy.options.plugins.fsdp, self.strategy.world
         if plugin is not None:
             return checkpoint_state_of(plugin, self.access, models, optimizers, world, model_only)

@@ -52,7 +52,7 @@ LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 @final
 @dataclass
 class StrategyOptions:
-    """The public option objects that a strategy reads besides the world, when it uses them: callers replace them."""
+    """The option objects that a strategy reads at each use, because callers may replace them."""
 
     plugins: Plugins = field(default_factory=Plugins)
     ddp_handler: DistributedDataParallelKwargs | None = None
@@ -66,28 +66,28 @@ class Strategy(ABC):
 
     #: The value of ``accelerator.deepspeed_engine_wrapped``.
     engine: Any = None
-    #: Whether another strategy takes over as soon as a model comes that was sharded before.
+    #: Whether another strategy takes over when ``prepare`` gets a model that is already sharded.
     hands_over_shards: ClassVar[bool] = False
-    #: The function of `accelerate.accelerator` that shards a model, in whose place libraries put their own; "": none.
+    #: The function of `accelerate.accelerator` that shards a model and that libraries replace; empty if there is none.
     sharding_function: ClassVar[str] = ""
-    #: Whether the attention of models is prepared for sharded sequences; not where a library shards them itself.
+    #: Whether ``prepare`` adapts attention to sharded sequences; False if a library shards them itself.
     shards_attention: bool = True
-    #: Why an update can't be made of several backward passes; "": it can.
+    #: Why an update can't consist of several backward passes; empty if it can.
     one_backward: ClassVar[str] = ""
-    #: Whether a pass through a model can be computed again, with nothing but the model itself.
+    #: Whether a pass through a model can be recomputed by the model alone.
     can_repeat_passes: ClassVar[bool] = False
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world
         self.options = options
         self.mesh: Mesh = options.mesh or Mesh.of(world)
-        #: The name of what says that the mesh is so; "": nothing does.
+        #: Where the mesh was configured; empty if nowhere.
         self.mesh_source: str = "" if options.plugins.parallelism is None else "ParallelismConfig"
-        #: Strategy, mesh and source of the mesh as they were before a model came sharded; None: none has.
+        #: Strategy, mesh and source of the mesh before a sharded model was adopted; None if there was none.
         self.before_adoption: tuple[Strategy, Mesh, str] | None = None
-        #: By which a batch is computed again when memory runs out; None where an update is made of one backward.
+        #: Recomputes a batch after out-of-memory; None if an update consists of one backward pass.
         self.retry: Retryable | None = None if self.one_backward else Retryable(world)
-        #: The models whose buffers DDP broadcasts from the main process, each with the DDP module that does.
+        #: The models whose buffers DDP broadcasts from the main process, each with its DDP module.
         self.broadcasting: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
     # -- choosing ------------------------------------------------------------------------------------------
@@ -106,21 +106,21 @@ class Strategy(ABC):
         return False
 
     def adjust_precision(self, precision: Precision, owner: object) -> None:
-        """Change ``precision`` to how the devices compute; ``owner`` is the Accelerator."""
+        """Adapt ``precision`` to the devices; ``owner`` is the Accelerator."""
 
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Check, before anything is changed, that the arguments can be prepared together, and raise if they can't."""
+        """Raise, before anything is changed, if the arguments can't be prepared together."""
         refuse_placeholders(arguments)
 
     def place(self, arguments: PreparedArguments, precision: Precision) -> None:
-        """Replace the arguments that an engine prepares together; the others are prepared one by one."""
+        """Replace the arguments that an engine prepares together; ``prepare`` then prepares the others one by one."""
 
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` in its precision, on its device, wrapped (unless ``evaluation_mode``) and compiled."""
+        """Return ``model`` cast, on its device, wrapped (unless ``evaluation_mode``) and compiled."""
         model = precision.convert(model)
         if not evaluation_mode:
             self.recompute(model)
@@ -134,7 +134,7 @@ class Strategy(ABC):
         return model if plugin is None else compile_model(model, plugin)
 
     def recompute(self, model: torch.nn.Module, units: Sequence[torch.nn.Module] = ()) -> None:
-        """Add the requested activation checkpointing: to the named modules, else to ``units``."""
+        """Add the requested activation checkpointing to the named modules, or else to ``units``."""
         options, plugin = self.options.plugins.recompute, self.options.plugins.fsdp
         if options is not None:
             chosen = chosen_modules(model, options, units)
@@ -153,13 +153,13 @@ class Strategy(ABC):
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks that have to run around every step of ``optimizer``."""
+        """Register the hooks that run around every step of ``optimizer``."""
 
     def configure_loader(self, loader: PreparedLoader) -> None:
         """Configure a prepared ``loader`` so that its batches suit this strategy."""
 
     def shard_sequences(self, loader: object) -> object:
-        """Wrap a prepared ``loader`` to yield each rank's part of a sequence, where an engine shards them."""
+        """Wrap a prepared ``loader`` to yield each rank's part of a sequence, if an engine shards sequences."""
         return loader
 
     @property
@@ -186,7 +186,7 @@ class Strategy(ABC):
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
     ) -> None:
-        """Add the gradients of ``loss / num_steps`` (scaled, under a gradient scaler) to those of the parameters."""
+        """Accumulate the gradients of ``loss / num_steps``, scaled if there is a gradient scaler."""
         if num_steps != 1:
             loss = loss / num_steps
         if scaler is not None:
@@ -204,7 +204,7 @@ class Strategy(ABC):
         num_steps: int,
         synchronises: bool,
     ) -> torch.Tensor:
-        """Add the gradients of one micro-batch's loss, and return the loss; without stages, in the plain way."""
+        """Accumulate the gradients of one micro-batch's loss, and return the loss."""
         loss = loss_function(model(*inputs), targets)
         self.backward(loss, scaler, num_steps)
         return loss.detach()
@@ -216,7 +216,7 @@ class Strategy(ABC):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``, and return the norm before."""
+        """Scale the gradients to a global norm of at most ``max_norm``, and return the norm before scaling."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
@@ -227,12 +227,12 @@ class Strategy(ABC):
 
     @property
     def state(self) -> ModelState[Strategy]:
-        """The state of prepared models and their optimizers; a strategy that shards them has another."""
+        """The state of prepared models and their optimizers; strategies that shard them override it."""
         return ReplicatedState(self)
 
 
 def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
-    """Return True if ``model`` was placed for good when it was loaded.
+    """Return True if ``model`` was placed when it was loaded and has to stay there.
 
     Raises:
         PreparationError: quantized weights are on another device than ``device``.
@@ -252,10 +252,10 @@ def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
 
 
 def refuse_placeholders(arguments: PreparedArguments, engine: str = "") -> None:
-    """Raise if an argument is a placeholder for an object that another engine than ``engine`` makes.
+    """Raise if an argument is a placeholder for another engine than ``engine``.
 
     Raises:
-        PreparationError: a placeholder, in a run without its engine.
+        PreparationError: there is a placeholder, but the run doesn't use its engine.
     """
     for argument in arguments.arguments:
         given = argument.current
@@ -268,15 +268,15 @@ def refuse_placeholders(arguments: PreparedArguments, engine: str = "") -> None:
 
 
 def is_placed_by_map(model: torch.nn.Module) -> bool:
-    """Return True if a device map has already spread the model over several devices."""
+    """Return True if a device map has spread the model over several devices."""
     return len(getattr(model, "hf_device_map", None) or {}) > 1
 
 
 def refuse_device_map(model: torch.nn.Module) -> None:
-    """Raise if a device map spreads ``model``, which therefore can't be replicated.
+    """Raise if a device map spreads ``model`` over devices, because such a model can't be replicated.
 
     Raises:
-        PreparationError: some submodule has an ``hf_device_map`` of several places.
+        PreparationError: a submodule has an ``hf_device_map`` with several devices.
     """
     for module in model.modules():
         if is_placed_by_map(module):
@@ -343,10 +343,10 @@ def _named(role: Role) -> str:
 def remark_on_stray(
     optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], prepared: Mapping[int, torch.nn.Module]
 ) -> None:
-    """Warn about an optimizer without any parameter of ``models`` or of their prepared versions.
+    """Warn if ``optimizer`` has no parameter of ``models`` or of their prepared versions.
 
-    In a world of several processes, where such a parameter differs between them from the first step on, also about one
-    with some.
+    With several processes, also warn if some of its parameters belong to no prepared model: they would differ between
+    the processes after the first step.
     """
     owned = {id(parameter) for model in [*models, *prepared.values()] for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -370,7 +370,7 @@ def remark_on_stray(
 
 
 def _overlooked_in(obj: object) -> str:
-    """Return the warning of ``prepare`` about an unsupported object, such as a container; "": none."""
+    """Return the warning about an object that ``prepare`` ignores, such as a container; empty if there is none."""
     if isinstance(obj, torch.nn.DataParallel):
         return (
             f"prepare() got {type(obj.module).__name__} in a torch.nn.DataParallel, which computes on all devices of "
@@ -400,7 +400,7 @@ class PreparedArgument:
 
 @final
 class PreparedArguments:
-    """The arguments of one ``prepare`` call in order; strategies replace ``current`` of each, never the order."""
+    """The arguments of one ``prepare`` call in order; strategies replace each one's ``current``."""
 
     def __init__(self, arguments: list[PreparedArgument], *, has_placements: bool = False) -> None:
         self.arguments = arguments
@@ -438,7 +438,7 @@ class PreparedArguments:
         return (argument for argument in self.arguments if argument.role is role)
 
     def results(self) -> Any:
-        """Return the prepared objects: as many as were given, in the same order; a single one bare."""
+        """Return the prepared objects in the given order; a single object is returned without a tuple."""
         objects = tuple(argument.current for argument in self.arguments)
         return objects[0] if len(objects) == 1 else objects
 
@@ -453,7 +453,7 @@ def is_prepared_optimizer(obj: object) -> bool:
 
 
 class SteppedOptimizer(AcceleratedOptimizer, ABC):
-    """The optimizer of an engine whose own step already does the work of ``step`` and ``zero_grad``."""
+    """The optimizer of an engine whose own step includes ``step`` and ``zero_grad``."""
 
     #: The attribute of the engine's optimizer that is true if its last step was skipped.
     _skipped: ClassVar[str]
@@ -474,10 +474,10 @@ class SteppedOptimizer(AcceleratedOptimizer, ABC):
 
 
 class SteppedScheduler(AcceleratedScheduler, ABC):
-    """The scheduler of an engine, whose own step has already stepped it."""
+    """The scheduler of an engine whose own step includes the scheduler's."""
 
     def __init__(self, scheduler: LRScheduler, optimizers: AcceleratedOptimizer) -> None:
         super().__init__(scheduler, optimizers)
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: the engine steps its scheduler when it steps."""
+        """Do nothing: the engine steps the scheduler in its own step."""

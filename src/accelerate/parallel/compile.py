@@ -1,8 +1,7 @@
 """torch.compile, for a whole model or for its repeated blocks only.
 
-A transformer is one block many times over. Compiling that block once and using it everywhere ("regional
-compilation") starts many times faster than compiling the whole model, for nearly the same speed
-afterwards.
+A transformer repeats one block many times. Compiling that block once and reusing it ("regional compilation") starts
+many times faster than compiling the whole model, and trains at nearly the same speed.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from ..torch_private.modules import is_compiled, is_compiled_in_place
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> nn.Module:
-    """Compile ``model`` as ``plugin`` asks; without a backend, or when it is compiled already, return it as it is."""
+    """Compile ``model`` as ``plugin`` asks; return it unchanged without a backend or if it is compiled already."""
     if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
     if not plugin.use_regional_compilation:
         return _compiled(model, plugin.to_kwargs())
     if isinstance(model, DistributedDataParallel):
-        # Not the DDP module itself: it has the hooks that average gradients, and is no layer.
+        # Compile inside the DDP module: its own forward has the hooks that average gradients.
         model.module = compile_regions(model.module, **plugin.to_kwargs())
         return model
     return compile_regions(model, **plugin.to_kwargs())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
-    """Return a module of the same class whose repeated blocks are compiled; it shares every tensor with ``module``.
+    """Return a module of the same class and with the same tensors, whose repeated blocks are compiled.
 
-    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
-    compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``. Methods that were
-    bound onto the instance are bound to the result, and so are hooks of :mod:`accelerate.hooks`. A plain function that
-    replaced ``forward`` still runs ``module``'s own layers, and causes a warning.
+    Every other child is compiled as one region; without repeated blocks, the whole module is compiled. ``module``
+    itself doesn't change and is kept as ``_orig_mod``. Methods bound to the instance are bound to the result, and so
+    are hooks of :mod:`accelerate.hooks`. A plain function that replaced ``forward`` still runs the uncompiled layers
+    of ``module``, and causes a warning.
     """
     if has_compiled_regions(module):
         return module
@@ -52,12 +51,12 @@ def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: object) -> None:
-    """Compile the repeated blocks of ``module`` in place; names in its state dict don't change."""
+    """Compile the repeated blocks of ``module`` in place; the names in its state dict don't change."""
     _compile_in_place(module, compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
-    """Compile the repeated blocks of ``module`` in place and return it: sharding finds layers under the same names."""
+    """Compile the repeated blocks of ``module`` in place and return it; the names of layers don't change."""
     _compile_in_place(module, compile_kwargs)
     return module
 
@@ -85,7 +84,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was compiled, whole or by regions; ``module`` itself when it was not."""
+    """Return the module that was compiled, whole or by regions; an uncompiled ``module`` is returned unchanged."""
     original = module._modules.get("_orig_mod") if is_compiled_module(module) else module.__dict__.get("_orig_mod")
     return original if isinstance(original, nn.Module) else module
 
@@ -105,12 +104,12 @@ def _regions_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> nn.M
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Return True if ``module`` only holds others: it is indexed and iterated, never called."""
+    """Return True if ``module`` is only indexed and iterated, never called."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _same_module_again(module: nn.Module) -> nn.Module:
-    """Return a second object over the same parameters, buffers and hooks, with its own table of children."""
+    """Return a copy of ``module`` with the same parameters, buffers and hooks, and its own dict of children."""
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)
@@ -130,7 +129,7 @@ def _same_module_again(module: nn.Module) -> nn.Module:
 
 
 def _bound_to(copy: nn.Module, module: nn.Module, value: object) -> object:
-    """Return ``value``; where it is a method or partial call of ``module``, the same of ``copy``."""
+    """Return ``value``; rebind a method or partial call of ``module`` to ``copy``."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, copy)
     if isinstance(value, functools.partial) and any(each is module for each in value.args):

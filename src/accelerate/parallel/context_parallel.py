@@ -1,10 +1,10 @@
 """Context parallelism and Ulysses sequence parallelism: sequences sharded over ranks.
 
-Inside :func:`split_sequences` the given tensors hold this rank's part of the sequence, and attention still sees full
-sequences. Everything else in a transformer works position by position, and doesn't change.
+Inside :func:`split_sequences` the given tensors hold this rank's part of the sequence, but attention still sees full
+sequences. All other layers of a transformer work on each position separately, and don't change.
 
-On CUDA devices context parallelism is torch's own. It shards CUDA's kernels only, so elsewhere it is the one below.
-Ulysses is for all.
+On CUDA devices, context parallelism is torch's own. Torch shards only CUDA kernels, so other devices use the
+implementation below. Ulysses works on all devices.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def split_sequences(
     """Enter a context in which ``buffers`` hold this rank's part of the sequence, and attention sees all of it.
 
     Args:
-        buffers: inputs, labels, positions, ...: whatever has a sequence dimension; restored after the block.
+        buffers: all tensors with a sequence dimension: inputs, labels, positions, ...; restored after the block.
         buffer_seq_dims: the sequence dimension of each.
-        no_restore_buffers: those that need not be restored.
+        no_restore_buffers: the buffers that need not be restored.
 
     Raises:
         SettingError: the arguments contradict each other, or the ranks don't divide a sequence.
@@ -147,7 +147,7 @@ def _attention_over(mesh: Mesh, kind: str) -> ShardedAttention:
 
 @lru_cache(maxsize=1)
 def _attention_namespaces(num_modules: int) -> list[dict[str, object]]:
-    """Return the namespaces with torch's attention: torch's own, and modules that imported it by name."""
+    """Return the namespaces that hold torch's attention: torch's own, and modules that imported it by name."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return [space for space in spaces if space.get(_NAME) is TORCH_ATTENTION]
 
@@ -155,8 +155,8 @@ def _attention_namespaces(num_modules: int) -> list[dict[str, object]]:
 def sequence_shard(tensor: torch.Tensor, dim: int, rank: int, size: int, *, balanced: bool) -> torch.Tensor:
     """Return the part of a sequence that ``rank`` of ``size`` has.
 
-    ``balanced``: one chunk from the front and its mirror image from the back, so that under a causal mask all ranks
-    have the same amount of work.
+    ``balanced`` gives each rank one chunk from the front and its mirror image from the back, so that all ranks have the
+    same amount of work under a causal mask.
     """
     if not balanced:
         return tensor.chunk(size, dim)[rank].contiguous()
@@ -171,7 +171,7 @@ def prepare_attention(model: torch.nn.Module, mesh: Mesh) -> None:
     """Prepare the attention of ``model`` for sequences that :func:`split_sequences` shards.
 
     Raises:
-        PreparationError: layers of ``model`` besides attention need the full sequence.
+        PreparationError: other layers of ``model`` than attention need the full sequence.
     """
     if not mesh.active("cp", "sp"):
         return
@@ -184,7 +184,7 @@ def prepare_attention(model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _check_attention_is_sharded(model: torch.nn.Module) -> None:
-    """Register hooks that raise if a forward over sharded sequences calls no sharded attention."""
+    """Register hooks that raise if a forward over sharded sequences never calls sharded attention."""
     before: list[int] = []
 
     def note(_: torch.nn.Module, __: object) -> None:
@@ -220,7 +220,7 @@ TORCH_ATTENTION: Final[Attention] = functional.scaled_dot_product_attention
 
 @final
 class Ring:
-    """The ranks over which a sequence is sharded, in its order."""
+    """The ranks over which a sequence is sharded, in the order of the sequence."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self.group = group
@@ -228,13 +228,13 @@ class Ring:
         self.size: int = size
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send ``parts[i]`` to rank ``i``, and return those received, by rank in the first dimension."""
+        """Send ``parts[i]`` to rank ``i``, and return the received parts by rank in the first dimension."""
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
 
     def send_recv(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Start sending ``tensor`` to the next rank; return what the previous one sends, and the work to wait for."""
+        """Start sending ``tensor`` to the next rank; return the previous rank's tensor, and the work to wait for."""
         sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
         sizes_out, sizes_in = [0] * self.size, [0] * self.size
         sizes_out[(self.rank + 1) % self.size] = sizes_in[(self.rank - 1) % self.size] = sent.numel()
@@ -246,10 +246,10 @@ class Ring:
 
 
 def refuse_mask(attn_mask: torch.Tensor | None) -> None:
-    """Raise if there is a mask.
+    """Raise if a mask was given.
 
     Raises:
-        PreparationError: there is one.
+        PreparationError: a mask was given.
     """
     if attn_mask is not None:
         raise PreparationError(
@@ -263,7 +263,7 @@ def refuse_mask(attn_mask: torch.Tensor | None) -> None:
 
 @final
 class _Gathered(Function):
-    """An all-gather of the parts in the order of ranks, whose backward is a reduce-scatter."""
+    """An all-gather of the parts in the order of ranks; its backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, ring: Ring) -> torch.Tensor:
@@ -278,7 +278,7 @@ class _Gathered(Function):
 
 
 def allgather_attention(ring: Ring) -> Attention:
-    """Return an attention function whose keys and values are all-gathered."""
+    """Return an attention function that all-gathers keys and values."""
 
     def attention(
         query: torch.Tensor,
@@ -315,7 +315,7 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _causal(rows: int, seen: int, device: torch.device) -> torch.Tensor:
-    """Return the mask ``[rows, seen]`` of the last ``rows`` of ``seen`` positions under causal attention."""
+    """Return the causal mask ``[rows, seen]`` of the last ``rows`` of ``seen`` positions."""
     return torch.ones(rows, seen, dtype=torch.bool, device=device).tril(seen - rows)
 
 
@@ -323,7 +323,7 @@ def _causal(rows: int, seen: int, device: torch.device) -> torch.Tensor:
 
 
 def _rows_of(ring: Ring, step: int, is_causal: bool, length: int) -> tuple[slice, slice, bool]:
-    """Return the slices of queries and keys that interact at ``step`` of the ring, and whether causally."""
+    """Return the slices of queries and keys that interact at ``step`` of the ring, and whether that is causal."""
     everything = slice(0, length)
     if step == 0 or not is_causal:
         return everything, everything, is_causal
@@ -412,7 +412,7 @@ class _RingAttention(Function):
 
 
 def ring_attention(ring: Ring) -> Attention:
-    """Return an attention function whose keys and values are sent around the ring of ranks."""
+    """Return an attention function that sends keys and values around the ring of ranks."""
 
     def attention(
         query: torch.Tensor,
@@ -440,12 +440,12 @@ def ring_attention(ring: Ring) -> Attention:
 
 
 def as_many_heads(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Repeat each head of ``tensor`` so that it has as many as ``like``."""
+    """Repeat each head of ``tensor`` to get the number of heads of ``like``."""
     return tensor.repeat_interleave(like.shape[-3] // tensor.shape[-3], -3)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast ``tensors`` as torch's own attention would under autocast."""
+    """Cast ``tensors`` as torch's own attention does under autocast."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -462,7 +462,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @final
 class _AllToAll(Function):
-    """An all-to-all that shards ``tensor`` along one dimension instead of along another."""
+    """An all-to-all that moves the sharding of ``tensor`` from one dimension to another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ring: Ring, split_dim: int, concat_dim: int) -> torch.Tensor:

@@ -34,14 +34,14 @@ Result = TypeVar("Result")
 
 @final
 class SingleDevice(Strategy):
-    """One process with the model on one device; nothing is wrapped."""
+    """One process with the model on one device, without a wrapper."""
 
     hands_over_shards = True
     can_repeat_passes = True
 
     @property
     def label(self) -> DistributedType:
-        """The type of a run without parallelism: NO."""
+        """The distributed type of a run without parallelism: NO."""
         return DistributedType.NO
 
 
@@ -53,11 +53,11 @@ class SingleDevice(Strategy):
 class Replica(DistributedDataParallel):
     """A DistributedDataParallel module that delegates all other methods to the model.
 
-    ``model.generate(...)`` or ``model.encode(...)`` simply work. A method that computes gradients through the model's
-    layers without passing through ``forward``, which would silently not be reduced, raises.
+    ``model.generate(...)`` or ``model.encode(...)`` work as on the model. A method raises if it computes gradients
+    through the model's layers and bypasses ``forward``, because DDP would silently not reduce them.
     """
 
-    #: Tensors that lead into the graphs of forwards under ``no_sync`` whose backward is still to come; only with
+    #: Tensors in the graphs of forwards under ``no_sync`` whose backward hasn't run yet; only with
     #: ``find_unused_parameters``.
     awaiting_backward: dict[object, list[torch.Tensor]]
 
@@ -73,7 +73,7 @@ class Replica(DistributedDataParallel):
 
 def _guarded(method: Callable[Arguments, Result], name: str, model: torch.nn.Module) -> Callable[Arguments, Result]:
     if isinstance(method, torch.nn.Module) or getattr(method, "__self__", None) is None:
-        return method  # a submodule or a function: not a way around forward()
+        return method  # a submodule or a function: it can't bypass forward()
 
     @wraps(method)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -102,7 +102,7 @@ def _guarded(method: Callable[Arguments, Result], name: str, model: torch.nn.Mod
 
 
 def _unwrapped_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Iterate over ``model`` and the modules in it, but for those that another replica trains."""
+    """Iterate over ``model`` and the modules in it, except those inside another DDP module."""
     yield model
     for child in model.children():
         if not isinstance(child, DistributedDataParallel):
@@ -111,7 +111,7 @@ def _unwrapped_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @final
 class DataParallel(Strategy):
-    """Replicas of the whole model, one per process; gradients are averaged during backward."""
+    """Replicas of the whole model, one per process; their gradients are averaged in the backward pass."""
 
     hands_over_shards = True
     can_repeat_passes = True
@@ -123,7 +123,7 @@ class DataParallel(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
 
     def check(self, arguments: PreparedArguments) -> None:
@@ -135,7 +135,7 @@ class DataParallel(Strategy):
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` in its precision, on its device, wrapped (unless ``evaluation_mode``) and compiled.
+        """Return ``model`` cast, on its device, wrapped (unless ``evaluation_mode``) and compiled.
 
         Raises:
             PreparationError: it can't be replicated.
@@ -144,7 +144,7 @@ class DataParallel(Strategy):
         return super().place_model(model, precision, device_placement, evaluation_mode)
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters as it is."""
+        """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters unchanged."""
         if isinstance(model, DistributedDataParallel):
             if model.will_sync_module_buffers():
                 self.broadcasting[model] = ref(model)
@@ -181,10 +181,10 @@ def _check_replicable(model: torch.nn.Module) -> None:
 
 @final
 class _ReplicaRetry(Retryable):
-    """Replicas, whose gradients are averaged once the whole batch fits."""
+    """The retry of a batch on replicas; gradients are averaged once the whole batch fits."""
 
     def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
+        """Enter a context in which gradients stay on this rank until :meth:`all_reduce_gradients`."""
         return _without_reduction(model)
 
     def check_parts(self, model: torch.nn.Module) -> None:
@@ -196,14 +196,14 @@ class _ReplicaRetry(Retryable):
             )
 
     def sync_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast the main process's buffers, once an update, before its first forward."""
+        """Broadcast the main process's buffers, once per update, before its first forward."""
         replica = replica_in(model)
         if replica is not None and replica.will_sync_module_buffers():
             synchronize_buffers(replica)
             replica.require_forward_param_sync = False
 
     def all_reduce_gradients(self, model: torch.nn.Module) -> None:
-        """Average the gradients, by a backward that adds zero to them."""
+        """Average the gradients in a backward pass that adds zero to them."""
         replica = replica_in(model)
         if replica is None:
             return
@@ -219,7 +219,7 @@ class _ReplicaRetry(Retryable):
 
 
 def replica_in(model: object) -> DistributedDataParallel | None:
-    """Return the DDP module in ``model``, itself or below torch.compile; None if there is none."""
+    """Return the DDP module that ``model`` is or that torch.compile wrapped in it; None if there is none."""
     if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
         return model
     inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
@@ -232,14 +232,14 @@ def _without_reduction(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 
 def _reduced_parameters(replica: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients DDP averages, in the order of their numbers."""
+    """Return the parameters whose gradients DDP averages, in DDP's order."""
     ignored = getattr(replica, "parameters_to_ignore", ())
     named = replica.module.named_parameters()
     return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
 
 
 def _reduce_zeros(replica: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Run a backward that adds zero to the gradients of ``parameters``, the last one's first, and averages them."""
+    """Run a backward that adds zero to the gradients of ``parameters``, last one first, and averages them."""
     nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in parameters]).sum()
     replica.reducer.prepare_for_backward([nothing] if replica.find_unused_parameters else [])  # pyright: ignore[reportAttributeAccessIssue]
     nothing.backward()
@@ -248,22 +248,22 @@ def _reduce_zeros(replica: DistributedDataParallel, parameters: Sequence[torch.n
 # --------------------------------------------------------------------------------------------------
 # The order of reduction
 #
-# Torch lays the gradients into new buckets after the first backward of a run, in the order in which they became ready
-# there. Three ranks and more add a number in an order that depends on its position in its bucket, so a run that is
-# continued bit by bit needs the buckets of the run before from its first step on.
+# After the first backward of a run, torch rebuilds the buckets in the order in which gradients became ready. With three
+# ranks or more, the order of a sum depends on the position in the bucket, so a run that resumes bit for bit needs the
+# buckets of the earlier run from its first step on.
 
 
 def reduction_orders(models: Iterable[torch.nn.Module]) -> list[list[int] | None] | None:
-    """Return each model's parameters by number in the order of the buckets; None where torch keeps the first."""
+    """Return by model the order in which parameters fill DDP's buckets; None where that order never changes."""
     replicas = map(replica_in, models)
     orders = [gradient_order(replica) if replica and _rebuilds_buckets(replica) else None for replica in replicas]
     return orders if any(orders) else None
 
 
 def restore_reduction_orders(models: Iterable[torch.nn.Module], orders: Sequence[list[int] | None]) -> None:
-    """Make each model fill its buckets as it did when :func:`reduction_orders` was called; a collective.
+    """Make each model fill its buckets in the order of :func:`reduction_orders`; a collective.
 
-    Gradients that are all zero are averaged in that order, before the first backward; then they are what they were.
+    Average zero gradients in that order, before the first backward, and restore the gradients afterwards.
     """
     for replica, order in zip(map(replica_in, models), orders, strict=False):
         if order is None or replica is None or not _rebuilds_buckets(replica) or gradient_order(replica) is not None:
@@ -283,10 +283,10 @@ def restore_reduction_orders(models: Iterable[torch.nn.Module], orders: Sequence
 
 
 def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
-    """Return whether the order of ``replica`` changes after the first backward, and a backward of zeros can set it.
+    """Return whether DDP reorders its buckets after the first backward, and a backward of zeros can set the order.
 
-    Not where hooks would take the zeros for gradients, nor where the first backward is recorded as the graph; nor
-    where sums don't depend on the order, being of two ranks.
+    False where hooks would see the zeros as gradients, where DDP records the first backward as the static graph, and
+    where the sum doesn't depend on the order because there are only two ranks.
     """
     if replica.find_unused_parameters or replica.static_graph or has_stateful_comm_hook(replica):
         return False
@@ -300,7 +300,7 @@ def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
 
 
 def _remember_outputs(replica: Replica, _: object, output: object) -> None:
-    """Record the outputs, so that ``trigger_sync_in_backward`` knows the parameters in their graphs."""
+    """Record the outputs, so that ``trigger_sync_in_backward`` can find the parameters in their graphs."""
     if not torch.is_grad_enabled():
         return
     awaiting = replica.awaiting_backward
@@ -308,7 +308,7 @@ def _remember_outputs(replica: Replica, _: object, output: object) -> None:
         awaiting.clear()
         return
     forward, outputs = object(), [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-    # An empty slice leads into the graph, and keeps no activations alive.
+    # An empty slice refers to the graph, but keeps no activations alive.
     awaiting[forward] = [tensor.narrow(0, 0, 0).sum() if tensor.ndim else tensor for tensor in outputs]
 
     def forget(_: torch.Tensor) -> None:
@@ -320,19 +320,19 @@ def _remember_outputs(replica: Replica, _: object, output: object) -> None:
 
 @contextmanager
 def trigger_sync_in_backward(model: torch.nn.Module) -> Generator[None]:
-    """Enter a context whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``.
+    """Enter a context in which backward reduces the gradients of forwards under ``no_sync``.
 
-    Where torch looks for unused parameters, that backward has to be the only one still to come.
+    With ``find_unused_parameters``, it has to be the only backward pass that is still to run.
 
     Args:
-        model: a DDP module, or one that holds some: a list, a wrapper, what torch.compile returned.
+        model: a DDP module, or a module that contains some, such as a ModuleList, a wrapper or a compiled module.
     """
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced_before = [replica.require_backward_grad_sync for replica in replicas]
     for replica in replicas:
         replica.require_backward_grad_sync = True
         replica.require_forward_param_sync = True
-        # DDP.forward would do the same for a forward outside of no_sync.
+        # DDP.forward does the same outside of no_sync.
         outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
         replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
     try:

@@ -32,8 +32,8 @@ def shard_experts(model: torch.nn.Module, mesh: Mesh, config: ExpertParallelConf
     """Shard the experts of ``model`` over the ``ep`` axis, if there is one; return the modules that hold them.
 
     Raises:
-        PreparationError: nothing says where the experts are.
-        SettingError: what is named isn't there, or the ranks don't divide the experts.
+        PreparationError: neither the model nor the config names the experts.
+        SettingError: a named module doesn't exist, or the number of ranks doesn't divide the number of experts.
     """
     size = mesh.size("ep")
     if size == 1:
@@ -97,7 +97,7 @@ def _with_token_dispatch(
 
 @contextmanager
 def _local_experts(module: torch.nn.Module, size: int) -> Iterator[None]:
-    """Replace the parameters by this rank's shards as plain tensors; gradients are means over the ``size`` ranks."""
+    """Replace the parameters by this rank's shards as plain tensors; average gradients over the ``size`` ranks."""
     own_parameters = [(part, dict(part._parameters)) for part in module.modules()]
     for part, parameters in own_parameters:
         for name, parameter in parameters.items():
@@ -115,7 +115,7 @@ def _local_experts(module: torch.nn.Module, size: int) -> Iterator[None]:
 
 @final
 class _Averaged(Function):
-    """The identity; its backward divides the gradient, a sum over the sending ranks, by their number."""
+    """The identity; its backward divides the gradient, a sum over the ranks that sent tokens, by their number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ class TokenDispatcher:
     def dispatch(
         self, tokens: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Send tokens to their experts' ranks; return those received by expert, their counts, and ``combine``."""
+        """Send tokens to their experts' ranks; return received tokens by expert, their counts, and ``combine``."""
         sent_counts = counts.to(torch.int64).view(self.size, -1).contiguous()  # [ranks, experts of a rank]
         counts_received = torch.empty_like(sent_counts)
         dist.all_to_all_single(counts_received, sent_counts, group=self.group)
@@ -159,7 +159,7 @@ class TokenDispatcher:
         return arrived[order], counts_received.sum(0), combine
 
     def exchange(self, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> torch.Tensor:
-        """Exchange rows by all-to-all; ``leaving`` counts the ``rows`` for each rank, ``arriving`` those from it."""
+        """Exchange rows by all-to-all; ``leaving`` and ``arriving`` count the rows to and from each rank."""
         arrived = rows.new_empty(sum(arriving), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), arriving, leaving, group=self.group)
         return arrived
@@ -186,7 +186,7 @@ class _SendTokens(Function):
 
 
 def average_expert_gradients(modules: Iterable[torch.nn.Module], mesh: Mesh, reduces: Callable[[], bool]) -> None:
-    """Average gradients of otherwise unsharded experts over the ranks with the same ones, when ``reduces()``."""
+    """Average gradients of otherwise unsharded experts over the ranks that have them, when ``reduces()``."""
     others = [axis for axis in TOKEN_AXES if axis != "ep"]
     group, count = mesh.group(*others), mesh.size(*others)
     if group is None:

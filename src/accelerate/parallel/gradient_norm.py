@@ -1,11 +1,11 @@
 """Global norm and clipping of sharded gradients.
 
-Each rank takes the norm of its own shards; one small reduction over exactly the mesh axes along which a gradient
-is sharded makes it global. Gradients with different placements (sharded over different meshes, replicated, plain) are
-grouped first, because a sum over an axis along which a gradient is replicated would count it several times.
+Each rank computes the norm of its own shards, and a small all-reduce over the mesh axes that shard the gradient makes
+it global. Gradients are first grouped by placement (sharded over different meshes, replicated, plain), because a sum
+over an axis that replicates a gradient would count it several times.
 
-The norm of a shard is taken in the shard's own precision, in float32 where that is lower, and norms are put together in
-float64, where the device has it: on every rank alike, whatever gradients it has.
+A shard's norm is computed in the shard's dtype, at least float32. Norms are combined in float64 if the device has it,
+on all ranks alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shard_and_groups(gradient: torch.Tensor) -> tuple[torch.Tensor, Axes]:
 
 
 def _added_up(gradient: DTensor) -> DTensor:
-    """Return ``gradient`` with the sum in place of each rank's summand; a collective."""
+    """Return ``gradient`` with partial placements reduced; a collective."""
     placements = [Replicate() if isinstance(placement, Partial) else placement for placement in gradient.placements]
     return gradient.redistribute(placements=placements)
 
@@ -46,11 +46,11 @@ def _added_up(gradient: DTensor) -> DTensor:
 def total_norm(
     found: Iterable[tuple[torch.Tensor, Axes]], norm_type: float, device: torch.device, known: Sequence[Axes] = ()
 ) -> torch.Tensor:
-    """Return the norm of all gradients together, on every rank; a collective of the groups in ``found`` and ``known``.
+    """Return the norm of all gradients together on every rank; a collective of the groups in ``found`` and ``known``.
 
     Args:
         found: shards and their groups, as :func:`shard_and_groups` returns them.
-        device: where this process communicates.
+        device: the device on which this process communicates.
         known: groups that take part even where this rank has no shard.
     """
     groups: dict[Axes, list[torch.Tensor]] = {axes: [] for axes in known}
@@ -90,7 +90,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the dtype of the norm of the gradients of ``parameters``: their widest one, float32 at least."""
+    """Return the dtype of a norm of the gradients of ``parameters``: their widest dtype, at least float32."""
     dtype = torch.float32
     for parameter in parameters:
         dtype = torch.promote_types(dtype, (parameter if parameter.grad is None else parameter.grad).dtype)
@@ -100,7 +100,7 @@ def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
 def scale_to(
     tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, error_if_nonfinite: bool = False
 ) -> None:
-    """Scale ``tensors`` (shards) in place so that the full gradients, of norm ``norm``, have at most ``max_norm``."""
+    """Scale the shards ``tensors`` in place so that the full gradients' norm, now ``norm``, is at most ``max_norm``."""
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The total norm of the gradients is {norm.item()}, so they can't be clipped to {max_norm}. Look for the "
@@ -121,7 +121,7 @@ def clip_sharded_grad_norm(
     device: torch.device,
     nonfinite: bool,
 ) -> torch.Tensor:
-    """Scale gradients, plain or sharded, to a global norm of at most ``max_norm``; return the norm before."""
+    """Scale gradients, plain or sharded, to a global norm of at most ``max_norm``; return the earlier norm."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = total_norm(map(shard_and_groups, gradients), float(norm_type), device).to(norm_dtype(chosen))
@@ -135,11 +135,11 @@ def clip_sharded_grad_value(parameters: Iterable[torch.Tensor] | torch.Tensor, c
     for parameter in chosen:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
-            gradient = parameter.grad = _added_up(gradient)  # each rank's summand isn't an element of the gradient
+            gradient = parameter.grad = _added_up(gradient)  # partial values aren't the gradient's elements
         if gradient is not None:
             local_tensor(gradient).clamp_(-clip_value, clip_value)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``tensor`` (all of a plain one), sharing its memory."""
+    """Return this rank's shard of ``tensor``, or a plain tensor itself, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A rank's gradients between two updates: encoded for a checkpoint, and loaded bit by bit."""
+"""A rank's gradients between two updates: encoded for a checkpoint, and loaded bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NamedParametersOf = Callable[[torch.nn.Module], NamedParameters]
 
 @final
 class GradientShard(TypedDict):
-    """This rank's shard of a gradient, and the placements that it has by their names."""
+    """This rank's shard of a gradient, and the names of its placements."""
 
     piece: torch.Tensor
     cut: list[str]
@@ -36,17 +36,17 @@ class SparseGradient(TypedDict):
     is_coalesced: bool
 
 
-#: A gradient as a checkpoint holds it.
+#: A gradient in the form that a checkpoint holds.
 EncodedGradient: TypeAlias = torch.Tensor | GradientShard | SparseGradient
 Value = TypeVar("Value")
 
 
 class HeldGradients(ABC, Generic[Value]):
-    """A strategy's gradients between two updates, which a checkpoint can read: values by name.
+    """A strategy's gradients between two updates, as named values that a checkpoint can hold.
 
     Args:
-        layout: the placement of gradients over the ranks: those of another layout can't be loaded.
-        named_parameters: the parameters of a model under every name of the user's own model.
+        layout: the placement of gradients over the ranks; gradients of another layout can't be loaded.
+        named_parameters: returns a model's parameters under all names of the user's own model.
     """
 
     def __init__(self, layout: str, named_parameters: NamedParametersOf) -> None:
@@ -59,10 +59,10 @@ class HeldGradients(ABC, Generic[Value]):
 
     @abstractmethod
     def load(self, model: torch.nn.Module, gradients: Mapping[str, Value] | None) -> None:
-        """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None: to none.
+        """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None clears them.
 
         Raises:
-            CheckpointError: they are those of another model, or of one that is sharded in another way.
+            CheckpointError: they belong to another model, or to one that is sharded differently.
         """
 
 
@@ -75,16 +75,16 @@ class PlainGradients(HeldGradients[EncodedGradient]):
         return gradients_of(self.named_parameters(model))
 
     def load(self, model: torch.nn.Module, gradients: Mapping[str, EncodedGradient] | None) -> None:
-        """Set the gradients of ``model``; None: to none."""
+        """Set the gradients of ``model``; None clears them."""
         load_gradients(self.named_parameters(model), gradients or {})
 
 
 @final
 class ShardedGradients(HeldGradients[dict[str, EncodedGradient]]):
-    """The gradients of models under ``fully_shard``: shards, and what passes without reduction left unsharded.
+    """The gradients of models under ``fully_shard``: sharded ones, and unsharded ones of passes under ``no_sync``.
 
     Args:
-        modules_of: the sharded modules of a model.
+        modules_of: returns the sharded modules of a model.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class ShardedGradients(HeldGradients[dict[str, EncodedGradient]]):
         return {"held": gradients_of(found), "whole": unsharded}
 
     def load(self, model: torch.nn.Module, gradients: Mapping[str, dict[str, EncodedGradient]] | None) -> None:
-        """Set both kinds of gradients of ``model``, a collective; None: to none.
+        """Set both kinds of gradients of ``model``; None clears them. A collective.
 
         Raises:
-            CheckpointError: a gradient is of another parameter than the one of its name.
+            CheckpointError: a gradient doesn't fit the parameter of its name.
         """
         modules, given = self._modules_of(model), gradients or {"held": {}, "whole": {}}
         if gradients is not None:
@@ -129,7 +129,7 @@ class ShardedGradients(HeldGradients[dict[str, EncodedGradient]]):
 
 
 def gradients_of(named: NamedParameters) -> dict[str, EncodedGradient]:
-    """Return by name each parameter's gradient, if it has one; of a sharded one, the local shard and its placements."""
+    """Return the existing gradients by parameter name; for a sharded one, the local shard and its placements."""
     first: dict[int, str] = {}
     found: dict[str, EncodedGradient] = {}
     for name, parameter in named:
@@ -142,7 +142,7 @@ def load_gradients(named: NamedParameters, gradients: Mapping[str, EncodedGradie
     """Set the gradients of the parameters in ``gradients``, and clear all others.
 
     Raises:
-        CheckpointError: a gradient is of another parameter than the one of its name.
+        CheckpointError: a gradient doesn't fit the parameter of its name.
     """
     parameters = dict(named)
     for parameter in parameters.values():
@@ -155,7 +155,7 @@ def load_gradients(named: NamedParameters, gradients: Mapping[str, EncodedGradie
 
 
 def encode_gradient(gradient: torch.Tensor) -> EncodedGradient:
-    """Return ``gradient`` as values that a checkpoint can hold: the local tensor and its placements."""
+    """Return ``gradient`` in a form that a checkpoint can hold: the local tensor and its placements."""
     shard: Any = gradient.detach()
     if getattr(shard, "to_local", None) is not None:
         return {"piece": shard.to_local(), "cut": list(map(_placement_name, shard.placements))}
@@ -169,7 +169,7 @@ def decode_gradient(value: EncodedGradient, parameter: torch.Tensor, name: str) 
     """Return the gradient that :func:`encode_gradient` encoded, placed like ``parameter``.
 
     Raises:
-        CheckpointError: it is the gradient of another parameter.
+        CheckpointError: the gradient belongs to another parameter.
     """
     gradient = _laid_out(value, parameter)
     if gradient is None or gradient.shape != parameter.shape:

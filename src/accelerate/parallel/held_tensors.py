@@ -1,4 +1,4 @@
-"""The tensors of a model's state dict, each with the region of it that this rank holds."""
+"""The tensors of a model's state dict, each with the region that this rank holds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class HeldTensor:
     """A tensor distributed over the ranks, and this rank's part of it.
 
     Attributes:
-        names: of the user's own model; tied parameters have several.
-        local: the values of ``region``, without gradient; None where this rank holds nothing.
-        region: what this rank holds; of a tensor in one dimension, where ``strides`` say how that makes the whole.
-        strides: those of the whole, where a flat parameter holds it as it lies in memory.
+        names: the names in the user's own model; tied parameters have several.
+        local: the values of ``region``, without gradient; None if this rank holds nothing.
+        region: this rank's part; with ``strides``, a part of the tensor flattened in memory order.
+        strides: the strides of the whole tensor, if a flat parameter holds it in memory order.
     """
 
     names: tuple[str, ...]
@@ -41,22 +41,22 @@ class HeldTensor:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of the whole."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def whole(self) -> Region:
-        """The region of the whole."""
+        """The region that covers the whole tensor."""
         return tuple((0, size) for size in (self.shape if self.strides is None else (self.num_elements,)))
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor for the whole, without values."""
+        """Return an uninitialised tensor for the whole."""
         if self.strides is None:
             return torch.empty(self.shape, dtype=dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
 
     def part_of(self, whole: torch.Tensor, region: Region) -> torch.Tensor:
-        """Return ``region`` of ``whole``, sharing its memory."""
+        """Return a view of ``region`` of ``whole``."""
         if self.strides is not None:
             whole = whole.as_strided((self.num_elements,), (1,))
         return whole[tuple(slice(begin, end) for begin, end in region)]
@@ -68,7 +68,7 @@ def size_of(region: Region) -> int:
 
 
 def held_tensors(state: Mapping[str, object]) -> list[HeldTensor]:
-    """Return the tensors of a state dict of this rank's live tensors; those on the meta device are held by others."""
+    """Return the tensors of a state dict with live tensors; other ranks hold those on the meta device."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, value in state.items():
@@ -98,5 +98,5 @@ def _held(names: tuple[str, ...], tensor: torch.Tensor) -> HeldTensor:
 
 
 def _values_of(local: Any) -> torch.Tensor:
-    """Return the values of a shard, for which a collective may be under way."""
+    """Return the values of a shard, after waiting for a pending collective."""
     return local.wait() if callable(getattr(local, "wait", None)) else local

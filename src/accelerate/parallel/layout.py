@@ -1,7 +1,7 @@
-"""Read how a model lies over the ranks that was sharded before it came to ``prepare``: its mesh, from its DTensors.
+"""The mesh of a model that was sharded before ``prepare``, read from its DTensors.
 
-Ranks over which ``fully_shard`` reduces gradients read samples of their own; those over which layers are sharded
-otherwise (tensor parallelism, experts that see all tokens) share them. Ranks that no DTensor names hold replicas.
+Ranks read their own samples if ``fully_shard`` reduces gradients over them. Ranks share samples if layers are sharded
+over them otherwise (tensor parallelism, experts that see all tokens). Ranks in no DTensor's mesh hold replicas.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Ranks = tuple[int, ...]
 @final
 @dataclass(frozen=True)
 class Layout:
-    """The ranks among which this one finds the other parts of a model, and its replicas."""
+    """The groups of ranks that hold the other shards of a model and its replicas, as this rank sees them."""
 
     shards: Ranks  # along the axis over which fully_shard shards
     replicas: Ranks  # along the axis over which it replicates shards
     data: frozenset[int]  # along both
     layers: frozenset[Ranks]  # along each of the other axes
-    layer_size: int  # the ranks that share the layers of this one, itself included
+    layer_size: int  # the number of ranks that share this rank's layers, itself included
 
     @classmethod
     def of(cls, model: torch.nn.Module, rank: int) -> Layout:
@@ -56,7 +56,7 @@ class Layout:
         return len(self.data) > 1
 
     def fits(self, mesh: Mesh) -> bool:
-        """Return True if the ranks along the axes of ``mesh`` are those that the model names."""
+        """Return True if the axes of ``mesh`` have the same ranks as the model's."""
         if self.is_reduced_by_fsdp:
             if mesh.ranks(*SHARD_AXES) != self.shards or mesh.ranks("dp_replicate") != self.replicas:
                 return False
@@ -68,10 +68,10 @@ class Layout:
         return all(neighbours.issuperset(axis) for axis in self.layers if len(self.data.intersection(axis)) == 1)
 
     def mesh(self, world: World, name: str) -> Mesh:
-        """Return the mesh of ``world`` that the layout says, of a model called ``name``.
+        """Return the mesh of ``world`` for this layout; ``name`` is the model's name in messages.
 
         Raises:
-            PreparationError: it is none in which gradients are averaged over all ranks.
+            PreparationError: no mesh with this layout averages gradients over all ranks.
         """
         own = len(self.data) * self.layer_size
         if world.size % own or (self.is_reduced_by_fsdp and world.size != own):
@@ -101,15 +101,15 @@ class Layout:
 
 
 def agreed_mesh(model: torch.nn.Module, known: Mesh, source: str, *, is_in_use: bool = False) -> Mesh:
-    """Return the mesh of a sharded ``model``; ``source`` configured the ``known`` mesh, "" if nothing did.
+    """Return the mesh of a sharded ``model``; ``source`` says where the ``known`` mesh was configured, if anywhere.
 
-    A ``dp_shard_size`` without ``dp_replicate_size`` may count the replicas of shards too.
+    A ``dp_shard_size`` without ``dp_replicate_size`` may include the replicas of shards.
 
     Args:
-        is_in_use: loaders or schedulers rely on the shares of the data under ``known``.
+        is_in_use: prepared loaders or schedulers depend on the data-parallel rank and size under ``known``.
 
     Raises:
-        PreparationError: the model lies on another one, or on none.
+        PreparationError: the model's mesh is another one, or its layout fits no mesh.
     """
     layout, name = Layout.of(model, known.world.rank), type(model).__name__
     if source and layout.fits(known):
@@ -132,13 +132,13 @@ def agreed_mesh(model: torch.nn.Module, known: Mesh, source: str, *, is_in_use: 
 
 
 def _shares_samples_alike(mesh: Mesh, known: Mesh) -> bool:
-    """Return True if ``known`` differs in nothing but in calling replicas of shards shards."""
+    """Return True if ``known`` differs only in counting replicas of shards as shards."""
     only = not known.active("pp", "dp_replicate", "ep", "cp", "sp")
     return only and mesh.size("tp") == known.size("tp") and mesh.size(*DATA_AXES) == known.size(*DATA_AXES)
 
 
 def _data_ranks(model: torch.nn.Module, rank: int) -> tuple[Ranks, Ranks, frozenset[int]]:
-    """Return the ranks along the sharding and the replicating axis of ``fully_shard``, and along both."""
+    """Return the ranks along ``fully_shard``'s sharding axis, along its replicating axis, and along both."""
     found = meshes_of_shards(model)
     if not found:
         return (rank,), (rank,), frozenset((rank,))

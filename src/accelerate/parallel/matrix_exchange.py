@@ -1,7 +1,7 @@
-"""The exchange of sharded matrices with their owners: whole on one rank, in shards on all, by all-to-all.
+"""All-to-all between sharded matrices and their owners: each matrix is whole on one rank, and sharded on all.
 
-Every matrix has one owner among the ranks that hold its shards, chosen so that each rank has about as much to compute.
-An exchange copies and never computes, so what arrives has the bits that were sent.
+Every matrix has one owner among the ranks that hold its shards; all ranks get about the same amount of computation.
+An exchange only copies, so matrices arrive bit for bit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..torch_private.distributed import shard_offset
 #: (begin, end) in each dimension of a matrix; empty where begin is end.
 Region: TypeAlias = tuple[tuple[int, int], ...]
 
-#: A bucket holds at most so many bytes for each rank of the group, unless one matrix alone has more.
+#: The largest size in bytes of a bucket per rank of the group; a single matrix may be larger.
 BUCKET_BYTES: Final = 64 * 2**20
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A sharded parameter as all ranks that hold it know it.
+    """A sharded parameter, described identically on all ranks that hold a shard.
 
     Attributes:
-        owner: the rank of the exchange's group on which it is whole.
-        turn: how many matrices of that owner come before it.
-        regions: by rank of the group, what it holds of the matrix.
-        sources: ranks whose regions make the whole, each element once.
+        owner: the rank in the exchange's group that assembles the whole matrix.
+        turn: the number of that owner's matrices before this one.
+        regions: the region of each rank of the group.
+        sources: ranks whose regions cover the matrix, each element once.
     """
 
     exchange: MatrixExchange
@@ -51,22 +51,22 @@ class Matrix:
         return self.owner == self.exchange.rank
 
     def shape_at(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the shard of ``rank``."""
+        """Return the shape of ``rank``'s shard."""
         return tuple(end - begin for begin, end in self.regions[rank])
 
     def size_at(self, rank: int) -> int:
-        """Return the number of elements of the shard of ``rank``."""
+        """Return the number of elements of ``rank``'s shard."""
         return math.prod(self.shape_at(rank))
 
     def part_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the region of ``rank`` in ``whole``, sharing its memory."""
+        """Return a view of the region of ``rank`` in ``whole``."""
         return whole[tuple(slice(begin, end) for begin, end in self.regions[rank])]
 
 
 @final
 @dataclass(eq=False)
 class Shard:
-    """This rank's shard of a tensor laid out as ``matrix``, and on its owner the whole tensor."""
+    """This rank's shard of a tensor laid out as ``matrix``, and on the owner also the whole tensor."""
 
     matrix: Matrix
     local: torch.Tensor
@@ -74,13 +74,13 @@ class Shard:
 
 
 def gather(shards: Iterable[Shard]) -> None:
-    """Set ``whole`` of each of ``shards`` on its owner; one all-to-all per bucket."""
+    """Set ``whole`` of each of ``shards`` on its owner, with one all-to-all per bucket."""
     for exchange, bucket in _buckets(shards):
         exchange.gather(bucket)
 
 
 def scatter(shards: Iterable[Shard]) -> None:
-    """Copy into ``local`` of each of ``shards`` its region of what the owner has; one all-to-all per bucket."""
+    """Copy the owner's values into ``local`` of each of ``shards``, with one all-to-all per bucket."""
     for exchange, bucket in _buckets(shards):
         exchange.scatter(bucket)
 
@@ -90,8 +90,8 @@ class MatrixExchange:
     """The ranks that hold shards of the same matrices.
 
     Args:
-        mesh: the ranks.
-        device: where this process communicates.
+        mesh: the mesh of these ranks.
+        device: the device on which this process communicates.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -103,10 +103,7 @@ class MatrixExchange:
         self._counts = [0] * self.size
 
     def assign_owners(self, parameters: Sequence[DTensor]) -> list[Matrix]:
-        """Assign an owner to each of ``parameters``: the most expensive first, to the rank with the least to do.
-
-        A collective.
-        """
+        """Assign each of ``parameters``, the most expensive first, to the rank with the least work; a collective."""
         gathered: list[list[Region]] = [[] for _ in range(self.size)]
         dist.all_gather_object(gathered, [_region_of(parameter) for parameter in parameters], group=self.group)
         matrices: dict[int, Matrix] = {}
@@ -121,7 +118,7 @@ class MatrixExchange:
         return [matrices[number] for number in range(len(parameters))]
 
     def gather(self, bucket: Sequence[Shard]) -> None:
-        """Set ``whole`` on the owners, by one all-to-all of shards of one dtype and device."""
+        """Set ``whole`` on the owners, with one all-to-all for shards of one dtype and device."""
         leaving = [
             [shard for shard in bucket if shard.matrix.owner == rank and self.rank in shard.matrix.sources]
             for rank in range(self.size)
@@ -139,7 +136,7 @@ class MatrixExchange:
                 shard.matrix.part_of(shard.whole, rank).copy_(values.view(shard.matrix.shape_at(rank)))
 
     def scatter(self, bucket: Sequence[Shard]) -> None:
-        """Copy the owners' ``whole`` into shards of one dtype and device, by one all-to-all."""
+        """Copy the owners' ``whole`` into shards of one dtype and device, with one all-to-all."""
         leaving = [
             [shard.matrix.part_of(shard.whole, rank) for shard in bucket if shard.whole is not None]
             for rank in range(self.size)
@@ -155,7 +152,7 @@ class MatrixExchange:
     def _all_to_all(
         self, leaving: Sequence[Sequence[torch.Tensor]], sizes: list[int], like: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Send ``leaving``, by rank; return by rank what arrived, ``sizes`` elements each, in one dimension."""
+        """Send ``leaving`` by rank; return the received elements by rank, flat, ``sizes`` of each."""
         counts = [sum(tensor.numel() for tensor in to_rank) for to_rank in leaving]
         flat = [tensor.reshape(-1) for to_rank in leaving for tensor in to_rank]
         sent = torch.cat([like.new_empty(0), *flat]).to(self._device)
@@ -165,7 +162,7 @@ class MatrixExchange:
 
 
 def _buckets(shards: Iterable[Shard]) -> Iterator[tuple[MatrixExchange, list[Shard]]]:
-    """Iterate over ``shards`` in buckets of one exchange, dtype and device, each with about as much of every owner."""
+    """Iterate over ``shards`` in buckets of one exchange, dtype and device, with about equal amounts for all owners."""
     kinds: dict[tuple[MatrixExchange, torch.dtype, torch.device], list[Shard]] = {}
     for shard in shards:
         kinds.setdefault((shard.matrix.exchange, shard.local.dtype, shard.local.device), []).append(shard)
@@ -182,7 +179,7 @@ def _buckets(shards: Iterable[Shard]) -> Iterator[tuple[MatrixExchange, list[Sha
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of all ranks of ``mesh``; a new one where a mesh of several axes has some of the ranks."""
+    """Return the group of all ranks of ``mesh``; create one if a mesh of several axes covers only some of the ranks."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
@@ -193,15 +190,15 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _cost(shape: torch.Size) -> int:
-    """Return a number proportional to the time of a product of the matrix with its own transpose."""
+    """Return a number proportional to the time to multiply the matrix with its own transpose."""
     return shape.numel() * (min(shape[-2:]) if len(shape) > 1 else 1)
 
 
 def _region_of(parameter: DTensor) -> Region:
-    """Return the region that this rank's shard of ``parameter`` is.
+    """Return the region of this rank's shard of ``parameter``.
 
     Raises:
-        NotBuilt: the shard is no region.
+        NotBuilt: the shard isn't a single region.
     """
     shape, offset = shard_offset(parameter)
     held = tuple(parameter.to_local().shape)
@@ -215,7 +212,7 @@ def _region_of(parameter: DTensor) -> Region:
 
 
 def _sources(regions: Sequence[Region], owner: int) -> frozenset[int]:
-    """Return one holder of each region; where there are replicas, those of the owner's replica."""
+    """Return one rank for each region; if there are replicas, the ranks of the owner's replica."""
     holders: dict[Region, list[int]] = {}
     for rank, region in enumerate(regions):
         if all(begin < end for begin, end in region):

@@ -1,8 +1,8 @@
 """Optimizers of whole matrices (Muon, Shampoo, ...) under sharding: each matrix is updated once, on its owner.
 
-Before the step of such an optimizer, every sharded parameter and its gradient come together on one rank; the
-optimizer's own step then updates, on each rank, the matrices that it owns; after it, the new parameters go back into
-their shards. State stays with the owner. No optimizer's step is rewritten, so an update has the bits of one process.
+Before the step of such an optimizer, every sharded parameter and its gradient are gathered on one rank, the owner. On
+each rank, the optimizer's own step then updates the matrices of that rank. Afterwards the new parameters are scattered
+to their shards. Optimizer state stays on the owner. An update is bit for bit the same as on one process.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM
 Training", 2025.
@@ -27,18 +27,18 @@ DECLARATION: Final = "needs_whole_matrices"
 
 
 def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` declares that it needs whole matrices; torch's Muon does unless told otherwise."""
+    """Return whether ``optimizer`` declares that it needs whole matrices; torch's Muon does by default."""
     muon = getattr(torch.optim, "Muon", None)  # since torch 2.9
     return bool(getattr(optimizer, DECLARATION, muon is not None and isinstance(optimizer, muon)))
 
 
 def step_on_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Register the hooks by which ``optimizer`` steps on whole matrices, if it needs them and trains sharded ones.
+    """Register the hooks with which ``optimizer`` steps on whole matrices, if it needs them and trains shards.
 
-    An optimizer that only steps others, which it keeps as attributes, is left alone, and these are looked at.
+    If ``optimizer`` only steps other optimizers, which it keeps as attributes, this applies to those instead.
 
     Args:
-        device: where this process communicates.
+        device: the device on which this process communicates.
     """
     is_declared = needs_whole_matrices(optimizer)
     for one in _stepping(optimizer):
@@ -50,7 +50,7 @@ def step_on_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
-    """Shard the state of ``optimizer`` that owners have whole as its parameters are; a collective."""
+    """Shard the optimizer state that owners hold whole, in the layout of its parameters; a collective."""
     for one in _stepping(optimizer):
         steps = _STEPS.get(one)
         if steps is not None:
@@ -58,7 +58,7 @@ def shard_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``optimizer`` has as attributes, by themselves or in lists and dicts; else itself."""
+    """Return the optimizers that ``optimizer`` keeps as attributes, also in lists and dicts; if none, itself."""
 
     def values() -> Iterator[object]:
         for value in vars(optimizer).values():
@@ -70,15 +70,15 @@ def _stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 @final
 class WholeMatrixSteps:
-    """The steps of one optimizer on whole matrices, as hooks around its own ``step``."""
+    """The hooks around the ``step`` of one optimizer of whole matrices."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._exchanges: dict[DeviceMesh, MatrixExchange] = {}
         self._matrices: dict[torch.Tensor, Matrix] = {}
-        # The same object in every step: some optimizers keep things by parameter beside their state.
+        # The same objects in every step: some optimizers keep values by parameter outside of their state.
         self._owned: dict[torch.Tensor, torch.nn.Parameter] = {}
-        # Of the step that is running: the parameters of each group, and by parameter what takes its place.
+        # During a step: the sharded parameters of each group, and their replacements by parameter.
         self._groups: list[list[torch.Tensor]] = []
         self._wholes: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._shards: list[tuple[DTensor, Shard]] = []
@@ -89,7 +89,7 @@ class WholeMatrixSteps:
     def begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the sharded parameters by the whole ones that this rank owns, with their gradients and state."""
+        """Replace the sharded parameters by the whole ones of this rank, with their gradients and state."""
         self._restore(optimizer)  # after a step that raised
         args, kwargs = _with_known_loss(args, kwargs)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -112,7 +112,7 @@ class WholeMatrixSteps:
 
     @torch.no_grad()
     def end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Copy what the owners have updated into the shards of all ranks, and restore the optimizer's parameters."""
+        """Copy the updated matrices from their owners into all shards, and restore the optimizer's parameters."""
         for parameter, shard in self._shards:
             whole = self._wholes.get(parameter)
             shard.whole = None if whole is None else whole.detach()
@@ -121,7 +121,7 @@ class WholeMatrixSteps:
         scatter(shards)
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer its sharded parameters again, with the state of the whole ones."""
+        """Put the sharded parameters back into the optimizer, with the state of the whole ones."""
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=False):
             group["params"][:] = parameters
         for parameter, whole in self._wholes.items():
@@ -131,7 +131,7 @@ class WholeMatrixSteps:
         self._groups, self._wholes, self._shards = [], {}, []
 
     def _gather(self, parameters: list[DTensor], optimizer: torch.optim.Optimizer) -> None:
-        """Bring ``parameters``, their gradients, and state that is in shards after a load, to the owners."""
+        """Gather ``parameters``, their gradients, and state that was loaded in shards, on the owners."""
         matrices = self._matrices_of(parameters)
         values = [Shard(matrix, _local(p)) for p, matrix in zip(parameters, matrices, strict=True)]
         gradients = [Shard(matrix, _local(p.grad, p)) for p, matrix in zip(parameters, matrices, strict=True)]
@@ -155,7 +155,7 @@ class WholeMatrixSteps:
     def _put(
         self, parameter: DTensor, value: torch.Tensor, gradient: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Put a whole parameter in the place of ``parameter``, with its state."""
+        """Replace ``parameter`` by a whole parameter with its state."""
         whole = self._owned.setdefault(parameter, torch.nn.Parameter(value, parameter.requires_grad))
         whole.data, whole.grad = value, gradient
         self._wholes[parameter] = whole
@@ -166,7 +166,7 @@ class WholeMatrixSteps:
             }
 
     def _matrices_of(self, parameters: list[DTensor]) -> list[Matrix]:
-        """Return the matrices of ``parameters``; new ones get owners, the others keep theirs."""
+        """Return the matrices of ``parameters``; only new ones get an owner."""
         new: dict[DeviceMesh, list[DTensor]] = {}
         for parameter in parameters:
             if parameter not in self._matrices:
@@ -181,7 +181,7 @@ class WholeMatrixSteps:
 
     @torch.no_grad()
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the state that owners have by shards, and by copies of values of another shape."""
+        """Replace the owners' whole state by shards, and copy values of another shape to all ranks."""
         outlines = self._gather_outlines(optimizer)
         shards: list[Shard] = []
         for (parameter, matrix), outline in zip(self._matrices.items(), outlines, strict=True):
@@ -201,7 +201,7 @@ class WholeMatrixSteps:
                     optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def _gather_outlines(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-        """Return, by parameter, the state that is whole on its owner, as the owner describes it."""
+        """Return by parameter a description of the whole state on its owner."""
         own: dict[int, dict[str, object]] = {}
         for number, (parameter, matrix) in enumerate(self._matrices.items()):
             if matrix.is_owned and parameter in optimizer.state:
@@ -229,20 +229,20 @@ _STEPS: Final[WeakKeyDictionary[torch.optim.Optimizer, WholeMatrixSteps]] = Weak
 @final
 @dataclass(frozen=True)
 class _Shaped:
-    """The description of a tensor of its parameter's shape."""
+    """The description of a tensor with its parameter's shape."""
 
     dtype: torch.dtype
 
 
 def _is_split(parameter: torch.Tensor) -> bool:
-    """Return whether a rank holds only a part of ``parameter``."""
+    """Return whether this rank holds only a part of ``parameter``."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return False
     return not all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _local(tensor: torch.Tensor | None, like: DTensor | None = None) -> torch.Tensor:
-    """Return this rank's shard of ``tensor``, sharing its memory where it is sharded as ``like`` is."""
+    """Return this rank's shard of ``tensor``, sharing its memory if it is sharded like ``like``."""
     assert isinstance(tensor, DTensor), "what belongs to a sharded parameter is sharded"
     if like is not None and tensor.placements != like.placements:
         tensor = tensor.redistribute(placements=like.placements)
@@ -250,13 +250,13 @@ def _local(tensor: torch.Tensor | None, like: DTensor | None = None) -> torch.Te
 
 
 def _sharded_as(parameter: DTensor, shard: torch.Tensor) -> DTensor:
-    """Return ``shard`` as a part of a tensor that is sharded as ``parameter`` is."""
+    """Return ``shard`` as a DTensor that is sharded like ``parameter``."""
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _with_known_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure among the arguments of ``step``, if there is one; replace it by one that returns its loss."""
+    """Call the closure in the arguments of ``step``, if any, and replace it by one that returns its loss."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
     if closure is None:
         return args, kwargs

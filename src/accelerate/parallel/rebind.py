@@ -1,7 +1,7 @@
-"""Replacement of an optimizer's parameters by those of the prepared model, by name, and unwrapping of models.
+"""Replace an optimizer's parameters, by name, by those of the prepared model; unwrap models.
 
-Sharding, and moving a model to some devices, makes new Parameter objects. An optimizer that was made before refers to
-the old ones, and would go on training tensors that no model uses.
+Sharding a model, and moving it to some devices, creates new Parameter objects. An optimizer that was created before
+refers to the old ones, and would train tensors that no model uses.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def canonical_name(name: str) -> str:
-    """Return ``name`` as the user's own model has it, without the parts that wrappers add."""
+    """Return ``name`` as in the user's own model, without the prefixes of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameters_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over the parameters of ``model``, each under every name that it has in the user's own model."""
+    """Iterate over the parameters of ``model`` under all their names in the user's own model."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield canonical_name(name), parameter
 
 
 def inner_optimizer(optimizer: Stateful) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside what ``prepare`` returned; any other comes back as it is."""
+    """Return the torch optimizer inside a prepared one; any other object is returned unchanged."""
     inner: Any = getattr(optimizer, "optimizer", optimizer)
     return inner
 
@@ -52,19 +52,19 @@ def rebind(
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
 ) -> None:
-    """Replace in ``optimizers`` each parameter of ``before`` by the one of the same name in ``after``.
+    """Replace each parameter of ``before`` in ``optimizers`` by the one of the same name in ``after``.
 
-    Parameters that no name leads to stay. State that an optimizer already has goes along.
+    Parameters without a name in ``before`` stay. Existing optimizer state moves to the new parameters.
 
     Raises:
-        PreparationError: shards of one new parameter are in two groups.
+        PreparationError: one new parameter would be in two parameter groups.
     """
     OptimizerRebinding(optimizers, before.items()).resolve(after)
 
 
 @final
 class OptimizerRebinding:
-    """Optimizers that hold names in place of parameters until :meth:`resolve`, to free the parameters' memory."""
+    """Optimizers that hold names instead of parameters until :meth:`resolve`, to free the parameters' memory."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], before: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._optimizers = list({id(inner): inner for inner in map(inner_optimizer, optimizers)}.values())
@@ -82,7 +82,7 @@ class OptimizerRebinding:
                 group["params"][:] = [names.get(id(parameter), parameter) for parameter in group["params"]]
 
     def resolve(self, after: Mapping[str, torch.Tensor]) -> None:
-        """Replace the names in the optimizers by the parameters that have them in ``after``."""
+        """Replace the names in the optimizers by the parameters with these names in ``after``."""
         for optimizer, states in zip(self._optimizers, self._state, strict=True):
             owners: dict[int, int] = {}
             for number, group in enumerate(optimizer.param_groups):
@@ -107,7 +107,7 @@ def _parameters_of_names(
 
 
 def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each parameter once: several names may lead to one, by ties and flat parameters."""
+    """Return each parameter once, because a tied or flat parameter has several names."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
@@ -122,10 +122,10 @@ def _refuse_shared(parameters: Iterable[torch.Tensor], number: int, owners: dict
 
 
 def disable_foreach_across_meshes(optimizer: torch.optim.Optimizer) -> None:
-    """Set ``foreach=False`` in groups of parameters on different meshes, which torch's joint updates don't take.
+    """Set ``foreach=False`` in groups with parameters on different meshes: torch can't update them jointly.
 
     Raises:
-        PreparationError: a joint update (``foreach=True``, ``fused=True``) was asked for.
+        PreparationError: the optimizer was created with a joint update (``foreach=True``, ``fused=True``).
     """
     for group in optimizer.param_groups:
         # Parameters of other pipeline stages are on the meta device, and never updated here.
@@ -146,7 +146,7 @@ def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def _placed_like(value: object, parameter: torch.Tensor) -> object:
-    """Return ``value``, optimizer state of an old parameter, with the placement of ``parameter``."""
+    """Return ``value``, the optimizer state of an old parameter, in the placement of ``parameter``."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     if value.shape != parameter.shape:
@@ -160,7 +160,7 @@ def _placed_like(value: object, parameter: torch.Tensor) -> object:
 def ensure_weights_retied(
     param_init_fn: Callable[[torch.nn.Module], Result], model: torch.nn.Module, device: torch.device
 ) -> Callable[[torch.nn.Module], Result]:
-    """Wrap ``param_init_fn`` so that tied parameters of ``model`` stay tied after it."""
+    """Wrap ``param_init_fn`` so that the tied parameters of ``model`` stay tied."""
     tied = {place: group for group in parameter_places(model).values() if len(group) > 1 for place in group}
     if not tied:
         return param_init_fn
@@ -197,10 +197,10 @@ def _wrapper_classes() -> tuple[type, ...]:
 
 
 def unwrap(model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
-    """Return the model inside data-parallel, sharding and engine wrappers.
+    """Return the model without its data-parallel, sharding and engine wrappers.
 
     A compiled model stays compiled unless ``keep_torch_compile`` is False; the mixed-precision forward stays
-    unless ``keep_fp32_wrapper`` is False. An object without wrappers comes back as it is.
+    unless ``keep_fp32_wrapper`` is False. An object without wrappers is returned unchanged.
     """
     compiled = model if is_compiled_module(model) else None
     if compiled is not None:
@@ -216,14 +216,14 @@ def unwrap(model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_co
         return uncompiled(model) if isinstance(model, torch.nn.Module) else model
     if compiled is None or original_module(compiled) is model:
         return model if compiled is None else compiled
-    # The user's compiled object goes on training through its wrapper, so the inner model gets one of its own.
+    # The user keeps training the wrapped compiled object, so the inner model gets a compiled object of its own.
     return compile_like(compiled, model)
 
 
 def extract_model_from_parallel(
     model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return :func:`unwrap` of ``model`` under its documented name; ``recursive`` unwraps submodules too."""
+    """Return :func:`unwrap` of ``model``; ``recursive`` unwraps submodules too."""
     model = unwrap(model, keep_fp32_wrapper, keep_torch_compile)
     if recursive and isinstance(model, torch.nn.Module):
         for name, child in model.named_children():
@@ -232,7 +232,7 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: object) -> bool:
-    """Return True if ``model``, unwrapped, is a PeftModel; False when peft isn't imported."""
+    """Return True if ``model``, unwrapped, is a PeftModel; False if peft isn't imported."""
     import sys
 
     peft: Any = sys.modules.get("peft")

@@ -1,4 +1,4 @@
-"""The steps of ``prepare`` that libraries replace or wrap on the Accelerator, under the names known to them."""
+"""The steps of ``prepare`` that libraries replace or wrap on the Accelerator, under the names that they use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from .base import Strategy
 
 logger: MultiProcessAdapter = get_logger(__name__)
-#: Where libraries put their own `fsdp2_prepare_model`.
+#: The module in which libraries replace `fsdp2_prepare_model`.
 _ACCELERATOR: Final = f"{__name__.partition('.')[0]}.accelerator"
 
 
 class ReplaceableSteps:
-    """The part of the Accelerator that libraries replace: under FSDP2, and for context parallelism."""
+    """The methods of the Accelerator that libraries replace for FSDP2 and for context parallelism."""
 
     mesh: Mesh
     strategy: Strategy
     precision: Precision
-    #: What `maybe_context_parallel` enters instead of ours.
+    #: A library's context for `maybe_context_parallel`, instead of ours.
     _cp_context: Callable[..., AbstractContextManager[None]] | None = None
 
     def _prepare_in_steps(self, args: tuple[object, ...], device_placement: Sequence[bool] | None) -> object:
@@ -42,7 +42,7 @@ class ReplaceableSteps:
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_cp(self, *args: object) -> tuple[object, ...]:
-        """Prepare for context parallelism, and return ``args``; what replaces it may set ``_cp_context``."""
+        """Prepare for context parallelism, and return ``args``; a replacement may set ``_cp_context``."""
         self.strategy.shards_attention = True
         return args
 
@@ -62,20 +62,20 @@ class ReplaceableSteps:
         return nullcontext()
 
     def _prepare_fsdp2(self, *args: object, device_placement: Sequence[bool] | None = None) -> tuple[object, ...]:
-        """Prepare ``args`` under FSDP2, and return as many."""
+        """Prepare ``args`` under FSDP2, and return as many objects."""
         prepared = self._prepare_all(args, device_placement)
         return prepared if isinstance(prepared, tuple) and len(args) > 1 else (prepared,)
 
     @abstractmethod
     def _prepare_all(self, args: Sequence[object], device_placement: Sequence[bool] | None) -> object:
-        """Prepare ``args``; a single one comes back bare."""
+        """Prepare ``args``; a single object is returned without a tuple."""
 
     @abstractmethod
     def _adopt(self, model: torch.nn.Module) -> None:
-        """Follow the mesh on which ``model`` lies, if it is sharded."""
+        """Adopt the mesh of ``model`` if it is sharded."""
 
     def _place_model(self, model: torch.nn.Module, placed: bool, evaluation_mode: bool) -> torch.nn.Module:
-        """Lay ``model`` over the processes; one that a library's function shards is trained as it lies then."""
+        """Distribute ``model`` over the processes; one that a library's function shards keeps its layout."""
         shard = self.strategy.sharding_function
         if shard and not evaluation_mode and not self.strategy.adopts(model):
             model = getattr(sys.modules[_ACCELERATOR], shard)(self, model)

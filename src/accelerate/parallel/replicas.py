@@ -1,6 +1,7 @@
-"""Parameters, or shards of them, replicated beside those of ``fully_shard``: equal, with averaged gradients.
+"""Replicated parameters or shards beside the parameters of ``fully_shard``: equal, with averaged gradients.
 
-``fully_shard`` reduces the gradients of its own parameters; these here are averaged at the end of each backward pass.
+``fully_shard`` reduces the gradients of its own parameters. This module averages the others at the end of each
+backward pass.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ..wording import some_ranks
 from .gradient_norm import local_tensor
 from .layout import sharded_axes
 
-#: Elements that one message holds.
+#: The maximum number of elements in one message.
 BUCKET: Final = 25 * 2**18
-#: How far apart, relative to its size, the norms of one gradient may be on ranks that share samples.
+#: The relative tolerance between the norms of one gradient on ranks that share samples.
 TOLERANCE: Final = 1e-2
 
 #: parameter -> the handle of its hook, which a later preparation of the model replaces.
@@ -41,10 +42,10 @@ _unit_handles: Final[WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]]] 
 def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> list[ReplicaGradients]:
     """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce.
 
-    A collective. Returns what averages them, if there is something to average, for :func:`backward_on_all`.
+    A collective. Return the objects that average them, for :func:`backward_on_all`; an empty list if none is needed.
 
     Args:
-        reduces: whether the gradients of the backward pass that runs are complete.
+        reduces: returns whether the running backward pass completes the gradients.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -55,7 +56,7 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     named = {
         name: parameter
         for name, parameter in model.named_parameters()
-        # Those that are sharded over ranks with other samples (experts that tokens are sent to) have no replicas.
+        # Parameters sharded over ranks with other samples (experts that tokens are sent to) have no replicas.
         if parameter.is_floating_point()  # frozen ones too, which may be trained later
         and id(parameter) not in managed
         and not any(own.issuperset(axis) for axis in sharded_axes(parameter))
@@ -68,13 +69,13 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
 
 
 def backward_on_all(replicas: Sequence[ReplicaGradients], backward: Callable[[], None], *, reaches_any: bool) -> None:
-    """Call ``backward``; enter the collectives of replicas that it reaches on other ranks only, as the gradient 0 does.
+    """Call ``backward``, and enter the collectives of replicas that this rank's loss doesn't reach.
 
-    Where shards are trained, fully_shard's collectives have brought all ranks there. Where none are, no hook is called
-    on a rank whose loss reaches no parameter, and the others would wait for it.
+    Such a rank contributes zero gradients. If shards are trained, fully_shard's collectives already bring all ranks
+    there. If none are, no hook runs on a rank whose loss reaches no parameter, and the others would wait for it.
 
     Args:
-        reaches_any: the loss has a graph; else torch raises, which all ranks do where none has one.
+        reaches_any: the loss has a graph; if it has one on no rank, torch raises on all ranks.
     """
     alone = [one for one in replicas if one.is_alone()]
     for one in replicas:
@@ -90,19 +91,19 @@ def backward_on_all(replicas: Sequence[ReplicaGradients], backward: Callable[[],
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
-    """Return whether something averages the gradients of ``parameter``, or waits for them."""
+    """Return whether a hook averages the gradients of ``parameter``, or waits for them."""
     return parameter in _handles
 
 
 def _remove_hook(parameter: torch.Tensor) -> None:
-    """Remove the hook that an earlier :func:`train_in_place` gave ``parameter``."""
+    """Remove the hook that an earlier :func:`train_in_place` added to ``parameter``."""
     handle: RemovableHandle | None = _handles.pop(parameter, None)
     if handle is not None:
         handle.remove()
 
 
 def _add_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Let ``hook`` be called after gradients of ``parameter`` are accumulated, also if it is frozen until later."""
+    """Call ``hook`` after gradients of ``parameter`` are accumulated, also if it is frozen now and trained later."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen one
     _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
@@ -115,11 +116,11 @@ def _add_unit_hooks(
     held: Sequence[torch.nn.Parameter],
     note: Callable[[torch.Tensor], None],
 ) -> None:
-    """Call ``note`` in backward passes through ``unit``, and let all forwards have one.
+    """Call ``note`` in backward passes through ``unit``, and give every forward such a backward pass.
 
     Args:
-        before: the replicas in front of the unit: inputs get a graph on ranks that use none of them.
-        held: those in it, which ``fully_shard`` ignores: outputs do.
+        before: the replicas before the unit; on ranks that use none of them, the unit's inputs get a graph.
+        held: the replicas in the unit, which ``fully_shard`` ignores; on ranks that use none, its outputs get a graph.
     """
 
     def add_graph(
@@ -154,7 +155,7 @@ def _add_unit_hooks(
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a leaf of a graph, if it can be one."""
+    """Return ``tensor`` as a leaf that requires gradients, if its dtype allows that."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
@@ -168,7 +169,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Give all replicas of tensors and shards the values of the first, and ranks that share samples one random stream.
+    """Broadcast replicated tensors and shards, and give ranks that share samples the same random state.
 
     A collective.
     """
@@ -191,12 +192,12 @@ def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _refuse_different_shapes(named: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> None:
-    """Raise if plain tensors differ in shape or dtype between ranks, for which a broadcast would hang or corrupt them.
+    """Raise if plain tensors differ in shape or dtype between ranks: a broadcast would hang or corrupt them.
 
     A collective.
 
     Raises:
-        PreparationError: the first of these tensors.
+        PreparationError: names the first of these tensors.
     """
     world = mesh.world
 
@@ -223,7 +224,7 @@ def _refuse_different_shapes(named: Sequence[tuple[str, torch.Tensor]], mesh: Me
 
 
 def _broadcast(tensor: torch.Tensor, group: Any, device: torch.device) -> None:
-    """Give ``tensor`` on all ranks of ``group`` (None: all processes) the values that it has on the first."""
+    """Broadcast ``tensor`` from the first rank of ``group`` (None: all processes)."""
     if tensor.numel():
         there = tensor.to(device).contiguous()
         dist.broadcast(there, 0 if group is None else dist.get_global_rank(group, 0), group)
@@ -233,13 +234,13 @@ def _broadcast(tensor: torch.Tensor, group: Any, device: torch.device) -> None:
 
 @final
 class ReplicaGradients:
-    """The gradients of replicated parameters, averaged over the ranks with samples of their own.
+    """The gradients of replicated parameters, averaged over the ranks that read different samples.
 
     Args:
-        model: the model, whose units under ``fully_shard`` are in their shards.
-        named: the parameters that nothing else reduces; the frozen ones are left alone until they are trained.
-        reduced: those that ``fully_shard`` reduces, on all ranks in each backward pass.
-        reduces: whether the gradients of the pass that ends are complete.
+        model: the model; its units under ``fully_shard`` are resharded.
+        named: the parameters that only this object reduces; frozen ones are skipped until they are trained.
+        reduced: the parameters that ``fully_shard`` reduces, on all ranks in each backward pass.
+        reduces: returns whether the backward pass that ends completes the gradients.
     """
 
     def __init__(
@@ -269,10 +270,10 @@ class ReplicaGradients:
             self._enter_with_units(list(model.parameters()))
 
     def _enter_with_units(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Let passes through frozen units end with the collectives too, and those units be in the passes of all ranks.
+        """Enter the collectives after passes through frozen units too, on all ranks.
 
-        A frozen unit is gathered in a backward pass if a replica is in front of it: one registered before a weight of
-        the unit. A rank whose batch uses no such replica gathers it with the others, for a gradient that nobody reads.
+        A backward pass gathers a frozen unit if a replica comes before it: one registered before a weight of the unit.
+        A rank whose batch uses no such replica gathers the unit with the others, for a gradient that is discarded.
         """
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         reduced = set(map(id, self._reduced))
@@ -285,7 +286,7 @@ class ReplicaGradients:
                 _add_unit_hooks(unit, before, held, self._queue)
 
     def is_alone(self) -> bool:
-        """Return whether replicas are trained beside frozen shards, and the next pass is complete."""
+        """Return whether replicas are trained beside frozen shards, and the next pass completes gradients."""
         return (
             self._group is not None
             and bool(self._reduced)
@@ -295,7 +296,10 @@ class ReplicaGradients:
         )
 
     def is_reached_elsewhere_only(self, reaches_any: bool) -> bool:
-        """Return whether the loss has a graph on another rank, not here. A collective; waits only where it has none."""
+        """Return whether the loss has a graph on another rank but not on this one; a collective.
+
+        It waits for the device only on ranks without a graph.
+        """
         found = torch.tensor([reaches_any], dtype=torch.int32, device=self._mesh.world.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
         return not reaches_any and bool(found)
@@ -309,7 +313,7 @@ class ReplicaGradients:
         self._queue(parameter)
 
     def _queue(self, _: torch.Tensor) -> None:
-        """Let the pass that runs end with the collectives, once."""
+        """Schedule the collectives, once, for the end of the running backward pass."""
         self.is_reached = True
         if not self.is_deferred and self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
@@ -326,7 +330,7 @@ class ReplicaGradients:
                 self._average(bucket)
 
     def _average(self, bucket: list[torch.nn.Parameter]) -> None:
-        """Average the gradients of ``bucket`` by one message; where a parameter wasn't used, it is 0."""
+        """Average the gradients of ``bucket`` with one all-reduce; a rank without a gradient counts as zero."""
         shards = [
             local_tensor(parameter.detach() if parameter.grad is None else parameter.grad) for parameter in bucket
         ]
@@ -346,10 +350,10 @@ class ReplicaGradients:
                 local_tensor(parameter.grad).copy_(mean.view_as(shard))
 
     def _check_equal(self) -> None:
-        """Raise unless ranks that share samples have the same gradients of whole tensors; a collective, once.
+        """Raise unless ranks that share samples have equal gradients of whole tensors; a collective, once.
 
         Raises:
-            PreparationError: a gradient is that of a part of the samples, or of the sequence.
+            PreparationError: a gradient covers only a part of the samples, or of the sequence.
         """
         whole = {name: p for name, p in self._named.items() if p.requires_grad and not isinstance(p, DTensor)}
         if not whole:
@@ -372,7 +376,7 @@ class ReplicaGradients:
 
 
 def _reduce_partial(parameter: torch.Tensor) -> None:
-    """Sum the partial gradients of a DTensor that saw parts of the sequence."""
+    """Sum the partial gradients of a DTensor that was used on parts of the sequence."""
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         placements = [Replicate() if one.is_partial() else one for one in gradient.placements]
@@ -380,7 +384,7 @@ def _reduce_partial(parameter: torch.Tensor) -> None:
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Iterate over ``parameters`` of one device and dtype each, as many as one message holds."""
+    """Iterate over ``parameters`` in buckets of one device and dtype, each small enough for one message."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)

@@ -1,4 +1,4 @@
-"""The part that strategies with DTensor parameters have in common: steps, clipping across shards, full state dicts."""
+"""The base of strategies with DTensor parameters: steps, clipping across shards, full state dicts."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .state import ModelState, Owner
 
 
 class ShardedStrategy(Strategy, ABC):
-    """A strategy whose parameters are DTensors, all or some of them."""
+    """A strategy in which some or all parameters are DTensors."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self._replicas: list[ReplicaGradients] = []  # what is whole beside shards
+        self._replicas: list[ReplicaGradients] = []  # replicated parameters beside shards
         self._units: WeakSet[FSDPModule] = WeakSet()  # the outer ones of all models
 
     def release(self) -> None:
-        """Forget the models."""
+        """Drop all references to the models."""
         super().release()
         self._replicas.clear()
         self._units.clear()
@@ -49,10 +49,10 @@ class ShardedStrategy(Strategy, ABC):
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
     ) -> None:
-        """Add the gradients of ``loss / num_steps``, also where it reaches no whole parameter on this rank alone.
+        """Accumulate the gradients of ``loss / num_steps``; the loss may miss replicated parameters on some ranks.
 
         Raises:
-            CollectiveError: it reaches no shard on this rank alone.
+            CollectiveError: the loss reaches no shard on this rank, but does on others.
         """
         waiting = [unit for unit in self._units if awaits_backward(unit)]
         if not loss.requires_grad and any(map(_is_trained, waiting)):
@@ -68,12 +68,12 @@ class ShardedStrategy(Strategy, ABC):
             self._require_all()
 
     def _require_all(self) -> None:
-        """Raise on all ranks unless all of them are here, where none of their losses reaches a shard."""
+        """Raise on all ranks unless all ranks call this: no rank's loss reaches a shard."""
         if self.world.coordinator is not None:
             self.world.coordinator.require_all(UNREACHED)
 
     def _require_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise on all ranks if ``parameters`` have gradients on some ranks, and none on this one."""
+        """Raise on all ranks if ``parameters`` have gradients on some ranks but not on this one."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained or any(parameter.grad is not None for parameter in trained):
             return
@@ -84,7 +84,7 @@ class ShardedStrategy(Strategy, ABC):
         """Register the hooks that gather matrices for an optimizer of whole matrices.
 
         Raises:
-            PreparationError: ``optimizer`` would keep the state of sharded weights in bf16 in few bits.
+            PreparationError: ``optimizer`` would keep low-bit state for sharded bf16 weights.
         """
         inner = inner_optimizer(optimizer)
         refuse_half_weights(inner)
@@ -113,11 +113,11 @@ class ShardedStrategy(Strategy, ABC):
 
 
 class ShardedState(ModelState[Owner], ABC):
-    """The state of models whose parameters are DTensors, all or some of them."""
+    """The state of models in which some or all parameters are DTensors."""
 
     @property
     def access(self) -> StateAccess:
-        """The access of checkpoints to the state, including optimizers of whole matrices."""
+        """The access for checkpoints to the state, including optimizers of whole matrices."""
         return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
@@ -132,7 +132,7 @@ class ShardedState(ModelState[Owner], ABC):
 
 @final
 class ShardedRetry(Retryable):
-    """Models with modules under ``fully_shard``, whose runtime state can be reset."""
+    """The retry of a batch on models under ``fully_shard``, whose runtime state can be reset."""
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
@@ -152,7 +152,7 @@ def _is_trained(unit: FSDPModule) -> bool:
 
 @contextmanager
 def without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[None]:
-    """Enter a context in which the modules under ``fully_shard`` reduce nothing; ``unreduced`` holds the model's id."""
+    """Enter a context in which ``fully_shard`` doesn't reduce gradients; ``unreduced`` then has the model's id."""
     if id(model) in unreduced:  # the context around this one ends it
         yield
         return
@@ -169,7 +169,7 @@ def without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[N
 
 
 def outer_units(model: torch.nn.Module) -> list[FSDPModule]:
-    """Return the modules of ``model`` under ``fully_shard`` that are inside of no other one."""
+    """Return the modules of ``model`` under ``fully_shard`` that are in no other such module."""
     inner = uncompiled(model)
     if isinstance(inner, FSDPModule):
         return [inner]

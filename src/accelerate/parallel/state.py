@@ -1,4 +1,4 @@
-"""The state of a strategy's models, as checkpoints see it: names, full weights, ways to load, gradients of a window."""
+"""The state of a strategy's models for checkpoints: names, full weights, ways to load, gradients between updates."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class ModelState(ABC, Generic[Owner]):
         self.strategy = strategy
 
     def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters that train ``model``, prepared or not, by the names of the user's own model."""
+        """Iterate over the trained parameters of ``model``, prepared or not, by the user's own names."""
         return parameters_by_name(self.strategy.unwrap(model, keep_torch_compile=False))
 
     def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return ``model`` or ``prepared``: the one that is saved, given to hooks and asked for gradients."""
+        """Return ``model`` or ``prepared``, whichever is saved, passed to hooks and asked for gradients."""
         return model
 
     @abstractmethod
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
-        """Return True if this process holds all weights of ``model``; without one, of all models and optimizers.
+        """Return True if this process holds all weights of ``model``; of all models and optimizers if it is None.
 
-        The main process can then save them without the others.
+        The main process can then save them without the other ranks.
         """
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
@@ -53,10 +53,10 @@ class ModelState(ABC, Generic[Owner]):
     def collective_full_state_dict(
         self, model: torch.nn.Module, operation: str, unwrap: bool = True
     ) -> dict[str, object]:
-        """Return :meth:`full_state_dict` after all ranks that it needs have called the public method ``operation``.
+        """Return :meth:`full_state_dict` once all the ranks that it needs have called ``operation``.
 
         Raises:
-            CollectiveError: on every rank, when all are needed and one doesn't call ``operation``.
+            CollectiveError: on every rank, if all are needed and one doesn't call the public method ``operation``.
         """
         coordinator = self.strategy.world.coordinator
         if coordinator is not None and not self.is_whole(model):
@@ -64,7 +64,7 @@ class ModelState(ABC, Generic[Owner]):
         return self.full_state_dict(model, unwrap)
 
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
-        """Return the tensors of the state dict of ``model``, each with what this rank holds of it; no collective."""
+        """Return the tensors of the state dict of ``model``, each with this rank's part; no collective."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
         if any(has_offloaded_params(module) for module in inner.modules()):
             return held_tensors(get_state_dict_offloaded_model(inner))
@@ -72,17 +72,17 @@ class ModelState(ABC, Generic[Owner]):
 
     @property
     def access(self) -> StateAccess:
-        """The object through which checkpoints read and load the state of prepared models and their optimizers."""
+        """The access for checkpoints to the state of prepared models and their optimizers."""
         return InPlace(self.named_parameters, canonical_name, broadcasting=self.strategy.broadcasting)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return what a checkpoint holds of ``models`` and ``optimizers``; a collective."""
+        """Return the state of ``models`` and ``optimizers`` for a checkpoint; a collective."""
         return StrategyState([self.full_state_dict(model) for model in models], optimizers)
 
     def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Return those of ``optimizers`` whose state a checkpoint restores."""
+        """Return the ``optimizers`` whose state a checkpoint restores."""
         return optimizers
 
     @property
@@ -92,7 +92,7 @@ class ModelState(ABC, Generic[Owner]):
 
     @property
     def layout(self) -> str:
-        """The placement of gradients over the ranks, whatever the models are."""
+        """The placement of gradients over the ranks, independent of the models."""
         return REPLICAS if self.is_whole() else f"{type(self.strategy).__name__}, {self.strategy.mesh.equation()}"
 
 

@@ -1,11 +1,11 @@
-"""Tensor parallelism by a plan: layers sharded over ranks that work on the same samples.
+"""Tensor parallelism by a plan: layers sharded over ranks that share samples.
 
-A plan gives layers, by patterns of their names, a parallel style::
+A plan maps patterns of layer names to parallel styles::
 
     TorchTensorParallelConfig(plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019;
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Real on CPU ranks too.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Works on CPU ranks too.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ Plan = Mapping[str, "str | ParallelStyle"]
 
 
 def parallelize(model: torch.nn.Module, mesh: Mesh, config: TorchTensorParallelConfig | None) -> None:
-    """Shard the layers of ``model`` over the ``tp`` axis of ``mesh``, by the plan of ``config`` or its own.
+    """Shard the layers of ``model`` over the ``tp`` axis of ``mesh``, by the plan of ``config`` or the model's own.
 
-    What the plan doesn't name is replicated on every rank. A model that was loaded in shards stays as it is.
+    Layers that the plan doesn't name are replicated. A model that was loaded in shards stays unchanged.
 
     Raises:
         PreparationError: the model has no plan, or was loaded for another number of ranks.
-        SettingError: the plan names what isn't there, or can't be sharded.
+        SettingError: the plan names layers that don't exist or can't be sharded.
     """
     size = mesh.size("tp")
     if size == 1:
@@ -156,7 +156,7 @@ def _apply(model: torch.nn.Module, mesh: Mesh, plan: Plan) -> None:
 def _chosen(
     model: torch.nn.Module, pattern: str, word: str | ParallelStyle, mesh: Mesh
 ) -> Iterator[tuple[torch.nn.Module, ParallelStyle]]:
-    """Iterate over the modules that ``pattern`` names, each with its style."""
+    """Iterate over the modules that match ``pattern``, each with its style."""
     found = list(matching(model, pattern))
     if not found:
         near = nearest(pattern, [canonical_name(name) for name, _ in model.named_modules()])
@@ -176,7 +176,7 @@ def _chosen(
 
 
 def _refuse_odd_lengths(size: int) -> Callable[..., None]:
-    """Return a hook that raises unless the ranks divide the sequence evenly, as torch assumes."""
+    """Return a hook that raises unless ``size`` divides the sequence length, as torch assumes."""
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and inputs[0].ndim > 1 and inputs[0].shape[1] % size:
@@ -223,7 +223,7 @@ def placements_of(tensor: torch.Tensor) -> tuple[Placement, ...]:
 
 
 def _broadcast_replicated(model: torch.nn.Module, world: World) -> None:
-    """Make replicated parameters, buffers, their gradients and random streams equal on all tensor-parallel ranks."""
+    """Make replicated parameters, buffers, their gradients and random states equal on all tensor-parallel ranks."""
     source = dist.get_global_rank(world.group, 0) if world.group is not None else 0
     for tensor in [*model.parameters(), *model.buffers()]:
         if not isinstance(tensor, DTensor):
@@ -239,14 +239,14 @@ def _broadcast_replicated(model: torch.nn.Module, world: World) -> None:
 
 
 def _reduce_partial_gradient(parameter: torch.Tensor) -> None:
-    """Sum the partial gradients of a replicated parameter that saw parts of the sequence."""
+    """Sum the partial gradients of a replicated parameter that was used on parts of the sequence."""
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor) and not all(placement.is_replicate() for placement in gradient.placements):
         parameter.grad = gradient.redistribute(placements=[Replicate()] * len(gradient.placements))
 
 
 def _overlap(mesh: Mesh) -> None:
-    """Let compiled layers overlap communication with computation, where torch can."""
+    """Let compiled layers overlap communication with computation, if torch can."""
     world = mesh.world
     if not world.kind.binds_group:
         logger.warning(
@@ -263,7 +263,7 @@ def _overlap(mesh: Mesh) -> None:
 
 @final
 class TensorParallel(ShardedStrategy):
-    """The layers sharded over all ranks, which work on the same samples; nothing is replicated or sharded besides."""
+    """Layers sharded over all ranks, which share samples; there is no other sharding or replication."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
@@ -271,11 +271,11 @@ class TensorParallel(ShardedStrategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
 
     def adopts(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` came under ``fully_shard``, which the mesh has no axis for."""
+        """Return True if ``model`` came under ``fully_shard``, because this mesh has no axis for it."""
         return bool(outer_units(model))
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -297,7 +297,7 @@ class _TensorParallelState(ShardedState[TensorParallel]):
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return the gathered state, to be written to the same files as a single process's."""
+        """Return the gathered state, which is written to the same files as a single process's."""
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
 

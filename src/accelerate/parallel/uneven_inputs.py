@@ -25,13 +25,13 @@ def join_uneven_inputs(
     configured: bool,
     override: bool | None,
 ) -> Iterator[None]:
-    """Enter a context in which a rank without further batches joins the other ranks' collectives.
+    """Enter a context in which a rank that runs out of batches joins the other ranks' collectives.
 
     Args:
         joinables: prepared models (and other ``Joinable`` objects).
-        loaders: the prepared loaders, whose ``even_batches`` is ``override`` inside the block.
-        configured: the Accelerator's own ``even_batches``.
-        override: ``even_batches`` for this block; None leaves it. With even batches there is nothing to join.
+        loaders: the prepared loaders; inside the block, their ``even_batches`` is ``override``.
+        configured: the Accelerator's ``even_batches``.
+        override: ``even_batches`` for this block; None keeps it. With even batches, all ranks end together.
     """
     if world.size == 1:
         yield

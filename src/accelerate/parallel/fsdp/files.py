@@ -1,4 +1,4 @@
-"""FSDP as functions, by which libraries save, load and shard models step by step."""
+"""The FSDP functions with which libraries save, load and shard models step by step."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 class ShardingAccelerator(Protocol):
-    """The members of an Accelerator that these functions use."""
+    """The attributes of an Accelerator that these functions use."""
 
     world: World
     strategy: Strategy
     precision: Precision
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks reach this call."""
         ...
 
 
@@ -82,7 +82,7 @@ def save_fsdp_model(
 ) -> None:
     """Write the weights of ``model`` to ``output_dir``: `pytorch_model_fsdp.bin`, or in shards `pytorch_model_fsdp_0/`.
 
-    A collective. ``adapter_only`` leaves out what is not the adapter's (PEFT).
+    A collective. ``adapter_only`` writes only the adapter's weights (PEFT).
     """
     from torch.distributed.fsdp import StateDictType
 
@@ -108,10 +108,10 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load into ``model`` the weights that :func:`save_fsdp_model` wrote, in whichever of the two forms; a collective.
+    """Load weights that :func:`save_fsdp_model` wrote, in either form, into ``model``; a collective.
 
     Raises:
-        CheckpointNotFound: ``input_dir`` has neither.
+        CheckpointNotFound: ``input_dir`` has neither form.
     """
     accelerator.wait_for_everyone()
     access = _access(accelerator, model)
@@ -162,10 +162,10 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load into ``optimizer`` the state that :func:`save_fsdp_optimizer` wrote, in whichever form; a collective.
+    """Load state that :func:`save_fsdp_optimizer` wrote, in either form, into ``optimizer``; a collective.
 
     Raises:
-        CheckpointNotFound: ``input_dir`` has neither.
+        CheckpointNotFound: ``input_dir`` has neither form.
     """
     accelerator.wait_for_everyone()
     access, inner = _access(accelerator, model), inner_optimizer(optimizer)
@@ -196,9 +196,9 @@ def _of_adapter(state: dict[str, object], model: torch.nn.Module, adapter_only: 
 
 @final
 class _Adapter:
-    """The adapter in a model, as a target that sharded weights can be read into.
+    """The adapter in a model, as a load target for sharded weights.
 
-    PEFT leaves the adapter's own name out of what it saves; ``names`` leads from those names to the model's.
+    PEFT saves weights without the adapter's own name; ``names`` maps the saved names to the model's.
     """
 
     def __init__(self, access: StateAccess, model: torch.nn.Module) -> None:
@@ -208,7 +208,7 @@ class _Adapter:
         self.names = {name: full[id(value)] for name, value in _of_adapter(shards, model, True).items()}
 
     def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
-        """Return the adapter's weights by the names that files use."""
+        """Return the adapter's weights by their names in files."""
         shards = self._access.model_shards(model)
         return {name: shards[full] for name, full in self.names.items()}
 
@@ -222,9 +222,9 @@ class _Adapter:
 
 
 def fsdp2_prepare_model(accelerator: ShardingAccelerator, model: torch.nn.Module) -> torch.nn.Module:
-    """Shard ``model`` as the Accelerator's plugin says; one that is sharded already comes back as it is.
+    """Shard ``model`` as the Accelerator's plugin says; return an already sharded one unchanged.
 
-    With ``cpu_ram_efficient_loading``, what a library put in place of ``fsdp2_load_full_state_dict`` loads the weights.
+    With ``cpu_ram_efficient_loading``, a library's replacement of ``fsdp2_load_full_state_dict`` loads the weights.
 
     Raises:
         PreparationError: the Accelerator was not made for FSDP2.

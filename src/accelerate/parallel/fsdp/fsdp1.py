@@ -1,6 +1,6 @@
-"""Parameters, gradients and optimizer state in shards of flat parameters: torch's FullyShardedDataParallel.
+"""Parameters, gradients and optimizer state sharded as flat parameters: torch's FullyShardedDataParallel (FSDP 1).
 
-The older of the two ways; ``fsdp_version=2`` is simpler and has fewer conditions. Real on CPU ranks too.
+``fsdp_version=2`` is newer, simpler and has fewer restrictions. Works on CPU ranks too.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class FlatShard(Strategy):
         self.retry = _FlatRetry(world, RetryMode.TOGETHER)
         self._unreduced: set[int] = set()  # the models inside no_sync
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        #: The modules whose own parameters lie in flat ones.
+        #: The modules whose own parameters were flattened.
         self.flattened: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def label(self) -> DistributedType:
-        """The type FSDP."""
+        """The distributed type: FSDP."""
         return DistributedType.FSDP
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The FullyShardedDataParallelPlugin, as it is now."""
+        """The current FullyShardedDataParallelPlugin."""
         plugin = self.options.plugins.fsdp
         assert plugin is not None  # this strategy is chosen for it
         return plugin
@@ -84,7 +84,7 @@ class FlatShard(Strategy):
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise if an optimizer needs whole matrices, which flat parameters don't keep."""
+        """Raise if an optimizer needs whole matrices, because flat parameters don't keep them."""
         super().check(arguments)
         for optimizer in (inner_optimizer(argument.current) for argument in arguments.of(Role.OPTIMIZER)):
             if needs_whole_matrices(optimizer) and self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD:
@@ -97,7 +97,7 @@ class FlatShard(Strategy):
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Convert ``model`` to its precision, add activation checkpointing, wrap and compile it, in this order."""
+        """Cast ``model``, add activation checkpointing, wrap and compile it, in this order."""
         if isinstance(uncompiled(model), FullyShardedDataParallel):
             precision.patch_forward(self.unwrap(model, keep_torch_compile=False))
             return model
@@ -131,14 +131,14 @@ class FlatShard(Strategy):
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
         plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
         sync, init = plugin.sync_module_states, plugin.param_init_fn
-        # Torch's own broadcast needs an accelerator, and one whose memory a parameter takes.
+        # Torch's own broadcast needs an accelerator on which parameters can be allocated.
         if sync and (on_cpu or not takes_data_of(torch.empty(0), self.world.device)):
             broadcast_from_main(model, model, self.world)
             replicate_unsharded(model, self._mesh(), self.world)
             sync, init = False, None
         if init is None:
             move_unit(model, self.world.device)
-        options: dict[str, Any] = {} if on_cpu else {"cpu_offload": plugin.cpu_offload}  # it is there already
+        options: dict[str, Any] = {} if on_cpu else {"cpu_offload": plugin.cpu_offload}  # already in CPU memory
         return FullyShardedDataParallel(
             model,
             device_mesh=self._mesh(),
@@ -157,7 +157,7 @@ class FlatShard(Strategy):
         )
 
     def _mesh(self) -> DeviceMesh:
-        """Return all ranks as one axis; or hosts by ranks of a host, where shards are replicated over hosts."""
+        """Return a mesh of one axis with all ranks; under hybrid sharding, of two: hosts and ranks of a host."""
         size, local = self.world.size, self.world.local_size
         if self.plugin.sharding_strategy in _HYBRID:
             shape, names = (size // local, local), ("dp_replicate", "dp_shard")
@@ -192,7 +192,7 @@ class FlatShard(Strategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale the gradients of any list of parameters to a global norm of at most ``max_norm``; a collective."""
+        """Scale the gradients of a list of parameters to a global norm of at most ``max_norm``; a collective."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         axes = self._axes()
         found = [(p.grad, axes.get(id(p), ())) for p in chosen if p.grad is not None]
@@ -217,13 +217,13 @@ class FlatShard(Strategy):
 
     @property
     def state(self) -> ModelState[FlatShard]:
-        """The state of models in flat parameters."""
+        """The state of models with flat parameters."""
         return _FlatState(self)
 
 
 @final
 class _FlatRetry(Retryable):
-    """Models in flat parameters, whose runtime state can be reset."""
+    """The retry of a batch on models with flat parameters, whose runtime state can be reset."""
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
@@ -245,18 +245,18 @@ class _FlatRetry(Retryable):
 
 @final
 class _FlatState(ModelState[FlatShard]):
-    """The state of models in flat parameters, through their wrappers."""
+    """The state of models with flat parameters, read through their wrappers."""
 
     def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the wrapper: only it gives access to full parameters and state."""
+        """Return the wrapper, because only it gives access to full parameters and state."""
         return prepared
 
     def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters that train ``model``: flat ones under many names, once it is wrapped."""
+        """Iterate over the trained parameters; once ``model`` is wrapped, a flat one has many names."""
         return super().named_parameters(model) if self.is_whole(model) else flat_parameters(uncompiled(model))
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
-        """Return True if nothing in ``model`` is sharded."""
+        """Return True if no parameter of ``model`` is sharded."""
         return model is not None and not FullyShardedDataParallel.fsdp_modules(model)
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
@@ -267,7 +267,7 @@ class _FlatState(ModelState[FlatShard]):
         return self.access.full_model_state(model, self.strategy.world.is_main)
 
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
-        """Return the tensors of ``model``, each with what this rank's shards of flat parameters hold of it."""
+        """Return the tensors of ``model``, each with this rank's part of it."""
         if self.is_whole(model):
             self._require_values(model)
             return super().held_tensors(model)
@@ -284,7 +284,7 @@ class _FlatState(ModelState[FlatShard]):
 
     @property
     def access(self) -> StateAccess:
-        """Access through FSDP's own state-dict functions."""
+        """The access to state through FSDP's own state-dict functions."""
         return FlatAccess(self.strategy.world)
 
     def checkpoint_state(
@@ -324,7 +324,7 @@ class _FlatGradients(HeldGradients[Any]):
 
 
 def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over the parameters of ignored modules, which are in no wrap unit."""
+    """Iterate over the parameters of ignored modules, which belong to no wrap unit."""
     flat = all_flat_parameters(wrapped)
     return ((name, parameter) for name, parameter in wrapped.named_parameters() if parameter not in flat)
 
@@ -332,7 +332,7 @@ def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str
 def _with_full_root(
     wrapped: FullyShardedDataParallel, method: Callable[Arguments, Result]
 ) -> Callable[Arguments, Result]:
-    """Wrap ``method``, which bypasses the wrapper's forward, to gather the wrapper's parameters for it."""
+    """Wrap ``method``, which bypasses the wrapper's forward, to gather the root's parameters around it."""
 
     @wraps(method)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,6 +1,6 @@
-"""Parameters, gradients and optimizer state in shards: torch's ``fully_shard`` (FSDP, version 2).
+"""Parameters, gradients and optimizer state sharded by torch's ``fully_shard`` (FSDP 2).
 
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023. Real on CPU ranks too.
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023. Works on CPU ranks too.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from .setup import (
 from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
 
-#: The models that were sharded here, whose other gradients are averaged since then.
+#: The models that this module sharded; the gradients of their ignored parameters are averaged since then.
 _own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 
 
 @final
 class FullyShard(ShardedStrategy):
-    """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
+    """Parameters sharded over the ranks; each wrap unit is gathered while it computes."""
 
     can_repeat_passes = True
     sharding_function = "fsdp2_prepare_model"
@@ -70,28 +70,28 @@ class FullyShard(ShardedStrategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type FSDP."""
+        """The distributed type: FSDP."""
         return DistributedType.FSDP
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The FullyShardedDataParallelPlugin, as it is now."""
+        """The current FullyShardedDataParallelPlugin."""
         plugin = self.options.plugins.fsdp
         assert plugin is not None  # this strategy is chosen for it
         return plugin
 
     def adopts(self, model: torch.nn.Module) -> bool:
-        """Return True if the whole of ``model`` came under ``fully_shard``, which isn't called again then."""
+        """Return True if all of ``model`` came under ``fully_shard``; then it isn't sharded again."""
         return _is_placed(model)
 
     def has_sharded(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` was sharded here, and not by ``fully_shard`` elsewhere."""
+        """Return True if this strategy called ``fully_shard`` on ``model``."""
         return uncompiled(model) in _own
 
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise unless one model comes together with its optimizer."""
+        """Raise if there is more than one model to shard, or a model and its optimizer don't come together."""
         super().check(arguments)
         fresh = [argument.current for argument in arguments.of(Role.MODEL) if not _is_placed(argument.current)]
         if len(fresh) > 1:
@@ -114,7 +114,7 @@ class FullyShard(ShardedStrategy):
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Convert ``model`` to its precision, add activation checkpointing, compile and shard it, in this order."""
+        """Cast ``model``, add activation checkpointing, compile and shard it, in this order."""
         if evaluation_mode or isinstance(model, FSDPModule):
             if not evaluation_mode and model not in _own:
                 self.recompute(model)
@@ -162,7 +162,7 @@ class FullyShard(ShardedStrategy):
         *,
         keeps_outputs: bool,
     ) -> None:
-        """Shard ``units`` and, around them, ``model``; make the rest equal on all ranks, on the device.
+        """Shard ``units``, then the rest of ``model``; broadcast the unsharded tensors on the device.
 
         Args:
             keeps_outputs: the model's own forward has decided the dtype of its outputs.
@@ -202,7 +202,7 @@ class FullyShard(ShardedStrategy):
             register_fsdp_forward_method(model, "generate")
 
     def _average_ignored(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> None:
-        """Let the gradients of ``ignored`` be averaged: torch leaves them alone, and every rank would train its own."""
+        """Average the gradients of ``ignored`` over the ranks, because ``fully_shard`` doesn't."""
         key = id(model)
 
         def reduces() -> bool:
@@ -218,7 +218,7 @@ class FullyShard(ShardedStrategy):
             self._replicas.append(ReplicaGradients(model, named, sharded_parameters(model), self.mesh, reduces))
 
     def _unsharded_experts(self, experts: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], DeviceMesh | None]:
-        """Return the ``experts`` without another shard axis (all or none), and the mesh for the others."""
+        """Return the ``experts`` without another shard axis (all or none), and the mesh that shards the others."""
         axes = [axis for axis in SHARD_AXES if axis != "ep"]
         if not experts or not self.mesh.active(*axes):
             return experts, None
@@ -228,7 +228,7 @@ class FullyShard(ShardedStrategy):
         return [], shards
 
     def shard_mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that shard parameters (last axis), and of their replicas (first of two)."""
+        """Return the mesh for ``fully_shard``: its last axis shards parameters, a first of two replicates shards."""
         if self._shards is None:
             if self.mesh.size(*SHARD_AXES) == 1:  # nothing was said: all ranks shard
                 self._shards = init_device_mesh(
@@ -241,7 +241,7 @@ class FullyShard(ShardedStrategy):
         return self._shards
 
     def _replicated(self, shards: DeviceMesh) -> DeviceMesh:
-        """Return ``shards`` with the axis over which they are replicated in front."""
+        """Return ``shards`` with the replicating axis in front."""
         return concatenated([self.mesh.over("dp_replicate"), shards], self.mesh.device_mesh)
 
     # -- training ------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class FullyShard(ShardedStrategy):
 
 @final
 class _FullyShardedState(ShardedState[FullyShard]):
-    """The state of models under ``fully_shard``, whose gradients may be unsharded in an open window."""
+    """The state of models under ``fully_shard``, whose gradients may be unsharded during accumulation."""
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
@@ -282,6 +282,6 @@ def _is_placed(model: torch.nn.Module) -> bool:
 
 
 def _trains_any_of(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> bool:
-    """Return True if the optimizer trains one of ``models``, or parameters that are sharded already."""
+    """Return True if the optimizer has parameters of ``models``, or parameters that are sharded already."""
     ours = {id(parameter) for model in models for parameter in model.parameters()}
     return any(id(p) in ours or is_sharded(p) for group in optimizer.param_groups for p in group["params"])

@@ -1,6 +1,6 @@
-"""Weights in 4 bits (bitsandbytes) under FSDP: packed numbers, which no cast may touch, and their statistics.
+"""4-bit weights (bitsandbytes) under FSDP: packed bits, which must not be cast, and quantization statistics.
 
-Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023. The statistics stay whole on each rank.
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023. Each rank keeps all statistics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import PreparationError
 
 
 def check_packed(model: torch.nn.Module) -> None:
-    """Raise unless all weights of ``model`` that are to be in 4 bits are so already.
+    """Raise unless every weight of ``model`` that should be in 4 bits is already quantized.
 
     Raises:
         PreparationError: a layer's weights aren't quantized yet.
@@ -32,9 +32,9 @@ def check_packed(model: torch.nn.Module) -> None:
 
 
 def store_as(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """View packed numbers as ``dtype``, so that the cast of mixed precision to it keeps their bits.
+    """View packed weights as ``dtype``, so that mixed precision, which casts to it, keeps their bits.
 
-    And keep bitsandbytes from packing them once more for the CPU, in evaluation: the gathered weights are ours.
+    Also stop bitsandbytes from repacking them for the CPU in evaluation, because the gathered weights belong to FSDP.
     """
     for _, layer in packed_layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -48,10 +48,10 @@ def store_as(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def refuse_cast(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise if mixed precision would cast packed numbers of ``model`` to ``dtype``.
+    """Raise if mixed precision would cast packed weights of ``model`` to ``dtype``.
 
     Raises:
-        PreparationError: version 1 of FSDP flattens a unit's parameters into one dtype, and casts all.
+        PreparationError: FSDP 1 flattens a unit's parameters into one dtype and casts them all.
     """
     for name, layer in packed_layers(model):
         if dtype is not None and layer.weight.dtype != dtype:
@@ -63,15 +63,15 @@ def refuse_cast(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def attach_statistics(model: torch.nn.Module) -> None:
-    """Let the sharded weights know their statistics, so that the layers write them into state dicts."""
+    """Attach the quantization statistics to the sharded weights, so that layers write them into state dicts."""
     for _, layer in packed_layers(model):
         layer.weight.quant_state = layer.quant_state
 
 
 def broadcast_statistics(model: torch.nn.Module, world: World) -> None:
-    """Quantize without values, on ranks other than rank 0, what is quantized there; a collective.
+    """Give the quantized layers of rank 0 the same form on the other ranks; a collective.
 
-    Their weights get the form of rank 0's, and its statistics; the numbers are sent as those of any other weights.
+    Broadcast the statistics and allocate the packed weights; their values are broadcast later, like all weights.
     """
     own = dict(packed_layers(model)) if world.is_main else {}
     described = {

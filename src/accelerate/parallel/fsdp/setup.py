@@ -1,4 +1,4 @@
-"""Preparation of a model for FSDP: upcast parameters, broadcast from rank 0, replicated remainder. Internal."""
+"""Preparation of a model for FSDP: upcast parameters, broadcast from rank 0, replicate unsharded tensors. Internal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_old_torch(device: torch.device) -> None:
     """Raise if the installed torch can't train under ``fully_shard`` on ``device``.
 
     Raises:
-        MissingDependency: the version that can, and the other way out.
+        MissingDependency: names the version that can, and the alternative.
     """
     if device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
         raise MissingDependency(
@@ -37,7 +37,7 @@ def refuse_old_torch(device: torch.device) -> None:
 
 
 def upcast_trainable(model: torch.nn.Module) -> None:
-    """Cast trainable parameters from half precision to float32, in which small optimizer steps aren't lost."""
+    """Cast trainable parameters from half precision to float32, because half precision loses small updates."""
     low = [
         name
         for name, parameter in model.named_parameters()
@@ -57,9 +57,9 @@ def upcast_trainable(model: torch.nn.Module) -> None:
 
 
 def move_unit(unit: torch.nn.Module, device: torch.device) -> None:
-    """Move ``unit`` if FSDP can't: extension devices refuse new data on another device.
+    """Move ``unit`` to the device if FSDP can't: extension devices refuse new data on another device.
 
-    What is sharded already stays where it is: offloaded shards belong in host memory.
+    Sharded parameters stay in place: offloaded shards belong in host memory.
     """
     for tensor in [*unit.parameters(), *unit.buffers()]:
         if isinstance(tensor, DTensor):
@@ -69,10 +69,10 @@ def move_unit(unit: torch.nn.Module, device: torch.device) -> None:
 
 
 def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: World) -> None:
-    """Broadcast from rank 0 to every rank's device the parameters of ``unit`` that are not sharded yet.
+    """Broadcast the unsharded parameters of ``unit`` from rank 0 to the device of every rank; a collective.
 
-    What other ranks had (nothing, or memory without values) is replaced everywhere in ``model``, so that tied
-    parameters stay tied. A collective.
+    The parameters of other ranks, which are on the meta device or have no values, are replaced everywhere in ``model``,
+    so that tied parameters stay tied.
     """
     places = parameter_places(model)
     seen: set[int] = set()
@@ -122,9 +122,9 @@ def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) 
 
 
 def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: Callable[[], bool]) -> None:
-    """Average gradients of trainable parameters that are not sharded over the ranks, when ``reduces()``.
+    """Average gradients of parameters that ``fully_shard`` ignores over the ranks, when ``reduces()``.
 
-    torch leaves them to themselves, and every rank would train its own.
+    Torch doesn't reduce them, so they would differ between ranks.
     """
 
     def average(parameter: torch.Tensor) -> None:

@@ -41,12 +41,12 @@ from ..rebind import canonical_name, inner_optimizer, parameters_by_name
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"
-#: And names of tied parameters, each with the first name of the same one.
+#: Where it keeps the names of tied parameters, each mapped to the parameter's first name.
 _TIES = "_tied_names"
 
 
 def names_of(model: torch.nn.Module) -> dict[str, object]:
-    """Return the parameters' order and ties in ``model``, as attributes for its wrapper to keep."""
+    """Return the order and the ties of the parameters in ``model``, as attributes for its wrapper."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -57,7 +57,7 @@ def names_of(model: torch.nn.Module) -> dict[str, object]:
 
 
 def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over an optimizer's parameters by the names of the user's own model, of which flat ones have many."""
+    """Iterate over an optimizer's parameters by the user's names; a flat parameter has several."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         handle = handle_of(module) if isinstance(module, FullyShardedDataParallel) else None
         if handle is None:
@@ -70,7 +70,7 @@ def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 
 def flat_held_tensors(model: torch.nn.Module) -> list[HeldTensor]:
-    """Return the tensors of the user's own model, each with the elements of it that this rank's shards hold."""
+    """Return the tensors of the user's own model, each with the elements that this rank's shards hold."""
     ties: dict[str, list[str]] = {}
     for name, first in model.__dict__.get(_TIES, {}).items():
         ties.setdefault(first, []).append(name)
@@ -98,14 +98,14 @@ def flat_held_tensors(model: torch.nn.Module) -> list[HeldTensor]:
 
 
 def _unsharded(model: torch.nn.Module) -> dict[str, object]:
-    """Return the buffers that a state dict holds, and the parameters of ignored modules."""
+    """Return the buffers in a state dict, and the parameters of ignored modules."""
     flat, dtypes = all_flat_parameters(model), buffer_dtypes(model)
     found: dict[str, object] = {name: one for name, one in parameters_by_name(model) if one not in flat}
     return found | {name: buffer.to(dtypes.get(name, buffer.dtype)) for name, buffer in _buffers(model)}
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the buffers that a state dict holds, by the names of the user's own model."""
+    """Iterate over the buffers in a state dict by the names of the user's own model."""
     for prefix, module in model.named_modules():
         left_out = non_persistent_buffers(module)
         for own, buffer in module.named_buffers(recurse=False):
@@ -128,12 +128,12 @@ class FlatAccess(StateAccess):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Torch can't "offload" what is in CPU memory already, nor from devices of extensions.
+        # Torch can't "offload" tensors that are in CPU memory already, nor those of extension devices.
         on_device = torch.empty(0, device=world.device)
         self._offloads = world.device.type != "cpu" and takes_data_of(on_device, torch.device("cpu"))
 
     def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the live buffers that a state dict holds, by the user's names."""
+        """Return the live buffers in a state dict by the user's names."""
         return dict(_buffers(uncompiled(model)))
 
     def _full(self, model: torch.nn.Module, *, rank0_only: bool = False) -> AbstractContextManager[object]:
@@ -157,7 +157,7 @@ class FlatAccess(StateAccess):
         return _FullStateReceiver(self._full, uncompiled(model))
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
-        """Return the gathered state dict where ``keeps``; a collective."""
+        """Return the gathered state dict on ranks where ``keeps`` is true; a collective."""
         with self._full(uncompiled(model), rank0_only=self._offloads):
             state = uncompiled(model).state_dict()
         return {canonical_name(name): _on_cpu(value) for name, value in state.items()} if keeps else {}
@@ -173,7 +173,7 @@ class FlatAccess(StateAccess):
             uncompiled(model).load_state_dict(shards)
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return the parameters' shards, by name."""
+        """Return the parameters' shards by name."""
         return {
             name: value
             for model in models
@@ -204,7 +204,7 @@ class FlatAccess(StateAccess):
     def full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> dict[str, object]:
-        """Gather the state by name, and number it as an optimizer of the user's own model does."""
+        """Return the gathered optimizer state, numbered as for the user's own model; a collective."""
         model = _trained_by(optimizer, models)
         with self._full(model, rank0_only=self._offloads):
             named = FullyShardedDataParallel.optim_state_dict(model, inner_optimizer(optimizer))
@@ -226,7 +226,7 @@ class FlatAccess(StateAccess):
         return {name for model in models for name, _ in flat_parameters(uncompiled(model))}
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
-        """Return names and shapes of the user's own parameters that the optimizer trains."""
+        """Return names and shapes of the user's own parameters in the optimizer."""
         model: Any = _trained_by(optimizer, models)
         shapes = {name: torch.Size(held.shape) for held in flat_held_tensors(model) for name in held.names}
         return [[(name, shapes[name]) for name in names] for names in _names_by_group(optimizer, model)]
@@ -234,7 +234,7 @@ class FlatAccess(StateAccess):
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
     ) -> None:
-        """Load a state dict by numbers: they become names, whose tensors FSDP shards."""
+        """Load a state dict keyed by parameter number into the sharded optimizer."""
         model = _trained_by(optimizer, models)
         groups = _names_by_group(optimizer, model)
         by_number = dict(enumerate(name for names in groups for name in names))
@@ -259,7 +259,7 @@ class _FullStateReceiver:
         self._model = model
 
     def state_dict(self, keep_vars: bool = True) -> StateDict:
-        """Return tensors of the shapes of the user's own, without values; tied names share one."""
+        """Return meta tensors in the shapes of the user's own model; tied names share one."""
         model: Any = self._model
         if not isinstance(model, FullyShardedDataParallel):
             return model.state_dict(keep_vars=keep_vars)
@@ -330,11 +330,11 @@ class GatheredOptimizer:
 def gathered_state(
     access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], keeps: bool
 ) -> StrategyState:
-    """Return the state of a checkpoint with the same files as one process's; a collective.
+    """Return the gathered state of a checkpoint, with the same files as a single process's; a collective.
 
     Args:
-        optimizers: as they are inside their wrappers.
-        keeps: whether this rank gets the state; the others only take part.
+        optimizers: the torch optimizers, without wrappers.
+        keeps: whether this rank gets the state; otherwise it only takes part.
     """
     return StrategyState(
         [access.full_model_state(model, keeps) for model in models],
@@ -350,9 +350,9 @@ def checkpoint_state_of(
     world: World,
     model_only: bool,
 ) -> StrategyState:
-    """Return the state of a checkpoint, gathered or in shards, as ``plugin`` asks for.
+    """Return the state of a checkpoint, gathered or in shards, as ``plugin`` says.
 
-    Gathered state has the same files as that of one process; shards have folders of their own.
+    Gathered state has the same files as a single process's; shards have folders of their own.
     """
     inner = [] if model_only else list(map(inner_optimizer, optimizers))
     if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -364,7 +364,7 @@ def checkpoint_state_of(
 def shards_of(
     access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Callable[[StagingDirectory], list[CheckpointItem]]:
-    """Return a function from a staging directory to the items of this rank's shards."""
+    """Return a function that takes a staging directory and returns the checkpoint items of this rank's shards."""
 
     def parts(staging: StagingDirectory) -> list[CheckpointItem]:
         weights = [

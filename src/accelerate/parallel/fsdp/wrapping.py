@@ -23,11 +23,11 @@ WrapPolicy: TypeAlias = "Callable[..., bool] | CustomPolicy"
 def find_wrap_units(
     model: torch.nn.Module, policy: WrapPolicy | None, ignored: Iterable[torch.nn.Module] = ()
 ) -> list[torch.nn.Module]:
-    """Return the modules inside ``model`` that ``policy`` wraps, children before their parents; never ``model`` itself.
+    """Return the modules in ``model`` that ``policy`` wraps, children before parents, without ``model`` itself.
 
     Args:
         policy: None wraps nothing.
-        ignored: modules that are not looked into.
+        ignored: modules to skip, with all modules inside them.
     """
     if policy is None:
         return []
@@ -57,7 +57,7 @@ def _descend(
     units: list[torch.nn.Module],
     is_root: bool = False,
 ) -> int:
-    """Add to ``units`` those in ``module``, and return how many of its parameters they hold."""
+    """Append the wrap units in ``module`` to ``units``, and return how many of its parameters they hold."""
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=num_parameters):
         return 0
@@ -76,7 +76,7 @@ def _is_by_class(policy: WrapPolicy) -> bool:
 
 
 def _embedding_and_head(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the input embedding and output head, where the model names them; tied ones stay in the root."""
+    """Return the input embedding and output head, if the model names them; tied ones stay in the root unit."""
     ends: list[torch.nn.Module] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         getter = getattr(model, name, None)
@@ -99,10 +99,10 @@ def _has_outside_ties(model: torch.nn.Module, ends: list[torch.nn.Module]) -> bo
 
 
 def find_ignored(modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that ``modules`` selects: modules, or a regular expression for full module names.
+    """Return the modules that ``modules`` selects: a list of modules, or a regular expression for full module names.
 
     Raises:
-        SettingError: the expression is none, or matches nothing.
+        SettingError: the expression is invalid or matches no module.
     """
     if modules is None:
         return []

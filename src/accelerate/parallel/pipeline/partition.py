@@ -1,8 +1,8 @@
-"""Pipeline partition: a model split into stages at named modules, so that each has about the same work.
+"""Pipeline partition: a model split into stages at named modules, with about the same work in each stage.
 
-A forward is traced symbolically (``torch.fx``) where that is possible, and its modules stay as they are. Any other is
-exported (``torch.export``), and its graph is split where the named modules begin. Stages use the model's own
-parameters, under their own names.
+A forward is traced symbolically (``torch.fx``) if possible, and its modules stay unchanged. Otherwise it is exported
+(``torch.export``), and its graph is split where the named modules begin. Stages use the model's own parameters, under
+their own names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...torch_private.tracing import TreeSpec, is_tracing_guard, tree_unflatten
 
 @final
 class SequentialStage(nn.Module):
-    """Consecutive entries of an ``nn.Sequential``, under the names they have there."""
+    """Consecutive entries of an ``nn.Sequential``, under their names there."""
 
     def __init__(self, entries: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class SequentialStage(nn.Module):
 
 
 def balanced(sizes: Sequence[int], num_runs: int) -> list[int]:
-    """Return the starts of ``num_runs`` runs of ``sizes``, such that the largest sum of a run is minimal."""
+    """Return the start indices that divide ``sizes`` into ``num_runs`` runs with the smallest possible largest sum."""
     count = len(sizes)
     sums = [0]
     for size in sizes:
         sums.append(sums[-1] + size)
-    # best[end]: the smallest largest sum of the entries before `end` in as many runs as there were rounds.
+    # best[end]: the smallest possible largest sum with the entries before `end` in as many runs as there were rounds.
     best: list[float] = [float("inf")] * (count + 1)
     best[0] = 0
     cuts: list[list[int]] = []
@@ -64,7 +64,7 @@ def balanced(sizes: Sequence[int], num_runs: int) -> list[int]:
 
 
 def size_of(module: nn.Module) -> int:
-    """Return the bytes of parameters; one for a module without any, to count it at all."""
+    """Return the bytes of the parameters of ``module``, and 1 if it has none."""
     return max(1, sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()))
 
 
@@ -120,12 +120,12 @@ def check_split_points(model: nn.Module, points: Sequence[str]) -> None:
 
 
 def split_into_stages(model: nn.Module, points: Sequence[str], example_inputs: Sequence[Any] | None) -> list[Stage]:
-    """Split ``model`` into stages that train and evaluate; the second and later begin at the modules ``points``.
+    """Split ``model`` into stages for training and evaluation; the later ones begin at the modules ``points``.
 
-    Its forward is traced symbolically; one that can't be is exported with ``example_inputs``.
+    The forward is traced symbolically; if that fails, it is exported with ``example_inputs``.
 
     Raises:
-        SettingError: a name that no module has, or through which the forward doesn't pass in this order.
+        SettingError: a name that no module has, or modules that the forward doesn't call in this order.
         PreparationError: the forward can be neither traced symbolically nor exported.
     """
     check_split_points(model, points)
@@ -147,7 +147,7 @@ def split_into_stages(model: nn.Module, points: Sequence[str], example_inputs: S
 def split(
     model: nn.Module, points: Sequence[str], example_inputs: Sequence[Any] | None, kwargs: dict[str, Any] | None = None
 ) -> list[nn.Module]:
-    """Split ``model`` into stages; the second and later begin at the modules called ``points``.
+    """Split ``model`` into stages; the later ones begin at the modules called ``points``.
 
     Raises:
         SettingError: a name that no module has, or that isn't an entry of the Sequential.
@@ -215,7 +215,7 @@ def _first_node(model: nn.Module, graph: fx.Graph, point: str) -> fx.Node:
 
 @final
 class StructuredStage(nn.Module):
-    """The last stage of an exported model, which returns its values in the structure of the model's output."""
+    """The last stage of an exported model; it returns values in the structure of the model's output."""
 
     def __init__(self, stage: nn.Module, structure: TreeSpec) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class StructuredStage(nn.Module):
 
 
 def drop_other_stages(model: nn.Module, kept: set[int]) -> None:
-    """Replace parameters and buffers of ``model`` whose ``id`` isn't in ``kept`` by meta tensors."""
+    """Replace the parameters and buffers of ``model`` by meta tensors, except those with an ``id`` in ``kept``."""
 
     def kept_or_empty(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in kept:
@@ -242,8 +242,8 @@ def drop_other_stages(model: nn.Module, kept: set[int]) -> None:
 # --------------------------------------------------------------------------------------------------
 # Symbolic trace
 #
-# Only the code around the modules is traced, so what is inside them (branches, dropout, hooks, sharded layers) works as
-# ever, and batches may have any shape. Forwards that look at values can't: ``exported_stages`` takes those.
+# Only the code around the modules is traced, so the code inside them (branches, dropout, hooks, sharded layers) works
+# as before, and batches may have any shape. A forward that depends on values goes to ``exported_stages``.
 
 #: The types of the defaults that arguments which aren't given may have.
 _PLAIN = (type(None), bool, int, float, str)
@@ -251,10 +251,10 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @final
 class Stage(nn.Module):
-    """A pipeline stage: one module for when ``model`` is in training mode, and one for when it isn't.
+    """A pipeline stage: one module for training, and one for evaluation; ``model.training`` decides.
 
     Args:
-        is_symbolic: it calls the model's own modules, instead of exported copies of them.
+        is_symbolic: the stage calls the model's own modules; otherwise, exported copies of them.
     """
 
     def __init__(
@@ -272,18 +272,18 @@ class Stage(nn.Module):
 
 
 class CannotTrace(Exception):
-    """The error of a forward that can't be traced symbolically."""
+    """The error raised if a forward can't be traced symbolically."""
 
 
 def symbolic_stages(model: nn.Module, points: Sequence[str], num_inputs: int | None = None) -> list[Stage]:
-    """Trace ``model`` symbolically and split it where the modules called ``points`` are called.
+    """Trace ``model`` symbolically, and split it at the calls of the modules called ``points``.
 
     Args:
-        num_inputs: how many positional inputs there will be; by default those that the forward can't do without.
+        num_inputs: the number of positional inputs; by default, that of the required ones.
 
     Raises:
         CannotTrace: this forward can't be traced symbolically.
-        SettingError: the forward doesn't pass through ``points`` in this order.
+        SettingError: the forward doesn't call ``points`` in this order.
     """
     if "forward" in model.__dict__:
         raise CannotTrace("its forward was replaced on the object")
@@ -300,7 +300,7 @@ def symbolic_stages(model: nn.Module, points: Sequence[str], num_inputs: int | N
 
 
 def _unused(model: nn.Module, num_inputs: int | None) -> dict[str, Any]:
-    """Return the arguments of the forward that keep their defaults, with these."""
+    """Return the arguments of the forward that keep their defaults, with the defaults."""
     arguments = list(inspect.signature(model.forward).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [argument for argument in arguments if argument.kind in kinds]
@@ -316,7 +316,7 @@ def _unused(model: nn.Module, num_inputs: int | None) -> dict[str, Any]:
 
 @final
 class _StageTracer(fx.Tracer):
-    """A tracer whose leaves are all modules without the beginning of a stage inside."""
+    """A tracer that traces into a module only if a stage begins inside."""
 
     def __init__(self, points: Sequence[str]) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def _trace_and_split(model: nn.Module, points: Sequence[str], unused: dict[str, 
 
 
 def _remove_unused_inputs(graph: fx.Graph, unused: Iterable[str]) -> None:
-    """Remove the inputs that keep their defaults from the graph, and the nodes for checking them."""
+    """Remove the inputs that keep their defaults, and the nodes that check them, from the graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs[len(inputs) - len(set(unused)) :]:  # they come last
         doomed = {node}
@@ -378,10 +378,10 @@ def graph_attributes(graph: fx.Graph, *owners: nn.Module) -> dict[str, Any]:
 
 
 def split_graph(graph: fx.Graph, starts: Sequence[fx.Node], named: dict[str, Any]) -> list[nn.Module]:
-    """Split ``graph`` at ``starts`` into modules; each passes on all values for later ones.
+    """Split ``graph`` at ``starts`` into modules, each of which passes on all values that later ones use.
 
     Args:
-        named: what the graph's nodes name.
+        named: the modules, parameters and buffers that the graph's nodes refer to.
 
     Raises:
         SettingError: a part would be empty, or the starts aren't in order.

@@ -1,4 +1,4 @@
-"""Pipeline schedules: torch's schedules over the stages of a model, made for each shape of batch and cached."""
+"""Pipeline schedules: torch's schedules over the stages of a model, cached by the shape of the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 @final
 @dataclass(frozen=True)
 class TensorMeta:
-    """The size, stride, dtype and ``requires_grad`` of a tensor, which ranks exchange."""
+    """The size, stride, dtype and ``requires_grad`` of a tensor, exchanged between ranks."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -48,14 +48,14 @@ TensorMetas = tuple[TensorMeta, ...]
 
 
 def metas_of(inputs: Sequence[torch.Tensor], size: int) -> TensorMetas:
-    """Return the metadata of ``inputs``, cut to ``size`` samples."""
+    """Return the metadata of ``inputs``, with ``size`` samples."""
     return tuple(TensorMeta.of(tensor[:size]) for tensor in inputs)
 
 
 @final
 @dataclass(frozen=True)
 class ScheduleKey:
-    """The key of a schedule in the cache: the batch and the kind of pass that it was made for."""
+    """The key of a schedule in the cache: the batch's metadata and the kind of pass."""
 
     inputs: TensorMetas  # of one micro-batch
     num_parts: int
@@ -65,7 +65,7 @@ class ScheduleKey:
 
 
 def broadcast_object(value: Any, rank: int, group: Any = None) -> Any:
-    """Return ``value`` of rank ``rank`` on every rank; a collective."""
+    """Return the ``value`` of rank ``rank`` on every rank; a collective."""
     values = [value]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch unpickles a TreeSpec by its own old name
@@ -87,7 +87,7 @@ class PipelineSchedule:
     """The stages of one model on this rank, and torch's schedules that run them.
 
     Args:
-        stages: this rank's, by number.
+        stages: this rank's stages, by number.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PipelineSchedule:
     def train(
         self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, scale: Any, training: bool
     ) -> torch.Tensor:
-        """Add the gradients, times ``scale``, on every stage; return the loss of the batch on every rank."""
+        """Accumulate gradients, times ``scale``, on every stage; return the loss of the batch on every rank."""
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
         key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training, has_backward=True)
@@ -122,7 +122,7 @@ class PipelineSchedule:
         self._loss_function, self._factor = _loss_of_leaves(flow.structure, loss_function), scale / num_parts
         self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
         self._losses = []
-        # torch splits the numbers of the micro-batches in place of the targets, which may be any structure.
+        # torch splits a range of micro-batch numbers instead of the targets, because those may have any structure.
         numbers = torch.arange(num_parts)
         given = inputs if 0 in self.stages else ()
         try:
@@ -175,7 +175,7 @@ class PipelineSchedule:
     # -- schedules -----------------------------------------------------------------------------------------
 
     def _num_parts(self, size: int) -> int:
-        """Return the largest number of equal micro-batches, up to the one asked for."""
+        """Return the largest number of equal micro-batches, up to the configured one."""
         wanted = self._config.num_micro_batches or self.num_stages
         return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0)
 
@@ -209,7 +209,7 @@ class PipelineSchedule:
             for number, module in self.stages.items()
         ]
         num_ranks = len(self._ranks)
-        # Losses are divided, not gradients: that would divide those of earlier micro-batches too.
+        # Divide the losses: dividing gradients would also divide those of earlier micro-batches.
         options: dict[str, Any] = {"loss_fn": self._loss_of if has_backward else None, "scale_grads": False}
         if len(stages) > 1:
             divides = num_parts % max(1, num_parts // num_ranks) == 0
@@ -222,10 +222,10 @@ class PipelineSchedule:
     # -- shapes --------------------------------------------------------------------------------------------
 
     def _infer_stage_tensors(self, inputs: TensorMetas, *, has_backward: bool) -> _StageTensors:
-        """Infer the tensors between stages without computing anything; a collective of the pipeline.
+        """Infer the tensors between stages without computing them; a collective of the pipeline.
 
         Raises:
-            PreparationError: on every rank, when a stage can't compute with what the one before hands on.
+            PreparationError: on every rank, if a stage can't compute with the output of the previous one.
         """
         found: list[TensorMetas] = [inputs]
         structure: Any = None
@@ -257,7 +257,7 @@ class PipelineSchedule:
         return tuple(TensorMeta.of(leaf.contiguous()) for leaf in leaves), structure
 
     def _output_of(self, stage: nn.Module, inputs: TensorMetas, *, may_compute: bool) -> Any:
-        """Return a fake output; with ``may_compute``, a real one for zeros if the forward depends on values."""
+        """Return a fake output; with ``may_compute``, compute it from zeros if the forward depends on values."""
         try:
             with fake_tensor_mode():
                 return infer_outputs(stage, [shape.empty(self._world.device) for shape in inputs])
@@ -268,7 +268,7 @@ class PipelineSchedule:
 
 
 def _loss_of_leaves(structure: TreeSpec, loss_function: LossFunction) -> LossFunction:
-    """Return ``loss_function`` over the flat list of tensors of an output."""
+    """Return ``loss_function`` as a function of the output's flat list of tensors."""
     return lambda leaves, targets: loss_function(tree_unflatten(leaves, structure), targets)
 
 
@@ -278,9 +278,9 @@ def _stage_class() -> type:
 
     @final
     class UnreducedStage(PipelineStage):
-        """A stage that returns a flat tuple of tensors, as ranks can send them: contiguous.
+        """A stage that returns a flat tuple of contiguous tensors, so that ranks can send them.
 
-        It leaves gradients to :meth:`PipelineSchedule.reduce`.
+        :meth:`PipelineSchedule.reduce` reduces its gradients.
         """
 
         def forward_maybe_with_nosync(self, *args: object, **kwargs: Any) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Pipeline stages whose parameters are sharded over the replicas of the stage (torch's ``fully_shard``).
 
-A batch goes through a stage in micro-batches. Parameters are gathered for the first one and kept until the last one's
-backward; gradients are accumulated unsharded and reduce-scattered once per update.
+A batch passes a stage in micro-batches. Parameters are gathered for the first one and kept until the last one's
+backward. Gradients are accumulated unsharded and reduce-scattered once per update.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def shard_stage(
     keeps_outputs: bool,
     reshards: bool,
 ) -> None:
-    """Shard ``stage`` and the ``units`` in it over ``mesh``, and put the shards into ``model`` under its own names.
+    """Shard ``stage`` and its ``units`` over ``mesh``, and put the shards into ``model`` under the model's own names.
 
     Args:
         world: the ranks that have this stage.
         keeps_outputs: the stage's own forward decides the dtype of its outputs.
-        reshards: parameters are freed after each part of a batch, as the plugin says, and gathered for the next one.
+        reshards: parameters are freed after each micro-batch, as the plugin says, and gathered again for the next one.
     """
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload, "reshard_after_forward": False}
     if reshards:
@@ -63,7 +63,7 @@ def shard_stage(
 
 
 def reduce_gradients(stage: nn.Module) -> None:
-    """Reduce-scatter the gradients accumulated since the last call, averaged over the ranks of the shards."""
+    """Reduce-scatter the gradients accumulated since the last call; they are averaged over the ranks of the shards."""
     if not isinstance(stage, FSDPModule):
         return
     stage.set_is_last_backward(True)
@@ -96,7 +96,7 @@ def infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> object:
 
 
 def _gathered_shape(parameter: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an empty tensor as the forward sees ``parameter``; a DTensor, if it is tensor-parallel too."""
+    """Return an empty tensor in the shape that the forward sees; a DTensor if the layer is tensor-parallel too."""
     mesh, placements = parameter.device_mesh, parameter.placements
     sizes = list(parameter.shape)
     if "tp" not in (mesh.mesh_dim_names or ()):
@@ -111,7 +111,7 @@ def _gathered_shape(parameter: Any, dtype: torch.dtype, device: torch.device) ->
 
 @contextmanager
 def _only_casting(stage: nn.Module) -> Iterator[None]:
-    """Enter a context in which sharded modules in ``stage`` cast inputs and outputs, but don't gather."""
+    """Enter a context in which sharded modules in ``stage`` cast inputs and outputs without gathering."""
     restore: list[Callable[[], None]] = []
     handles: list[Any] = []
     for module in [module for module in stage.modules() if isinstance(module, FSDPModule)]:

@@ -1,4 +1,4 @@
-"""Access to state distributed over stages, with the names and the order of a single process."""
+"""Access to state that is distributed over pipeline stages, with the names and the order of a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..rebind import canonical_name
 
 @final
 class StageAccess(StateAccess):
-    """Access to models whose tensors have values on the ranks of their stages, and a shape everywhere else."""
+    """Access to models whose tensors have values on their stages' ranks, and are on the meta device elsewhere."""
 
     def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
         self._mesh, self._device = mesh, device
@@ -28,7 +28,7 @@ class StageAccess(StateAccess):
     # -- models --------------------------------------------------------------------------------------------
 
     def canonical(self, name: str) -> str:
-        """Return ``name`` as the user's own model has it."""
+        """Return ``name`` as in the user's own model."""
         return canonical_name(name)
 
     def load_target(self, model: torch.nn.Module) -> _PipelineReceiver:
@@ -51,7 +51,7 @@ class StageAccess(StateAccess):
         return state if keeps else {}
 
     def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
-        """Broadcast ``tensor`` from the pipeline rank ``owner``, and return it in CPU memory where ``keeps``."""
+        """Broadcast ``tensor`` from the pipeline rank ``owner``, and return it in CPU memory if ``keeps``."""
         if owner == self._mesh.place("pp"):
             value = gather_tensor(tensor).to(self._device).contiguous()
         else:
@@ -60,16 +60,16 @@ class StageAccess(StateAccess):
         return value.cpu() if keeps else None
 
     def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
-        """Return this rank's tensors, or shards of them; those of other stages have no values."""
+        """Return this rank's tensors, or shards of them; those of other stages are on the meta device."""
         return self._in_place.model_shards(model)
 
     def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
-        """Do nothing: this rank's tensors have been read in place."""
+        """Do nothing: this rank's tensors were loaded in place."""
 
     # -- optimizers ----------------------------------------------------------------------------------------
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return the parameters; those of other stages have no values."""
+        """Return the parameters; those of other stages are on the meta device."""
         return self._in_place.layouts(models)
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
@@ -77,7 +77,7 @@ class StageAccess(StateAccess):
         return self._in_place.parameter_names(models)
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
-        """Return names and shapes of the optimizer's parameters, of all stages."""
+        """Return names and shapes of the optimizer's parameters on all stages."""
         return self._in_place.optimizer_layout(optimizer, models)
 
     def optimizer_shards(
@@ -89,14 +89,14 @@ class StageAccess(StateAccess):
     def load_optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
     ) -> None:
-        """Load the optimizer state of this rank's stages, and drop that of others."""
+        """Load the optimizer state of this rank's stages, and drop that of other stages."""
         self._in_place.load_optimizer_shards(optimizer, models, shards)
         _drop_state_of_other_stages(optimizer)
 
     def full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> dict[str, object]:
-        """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
+        """Return the optimizer state for the parameters of all stages, by number; a collective."""
         shard_state(optimizer)
         own = optimizer.state_dict()
         parts: list[Any] = [None] * self._mesh.size("pp")
@@ -121,7 +121,7 @@ class StageAccess(StateAccess):
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
     ) -> None:
-        """Load the optimizer state of this rank's stages, and drop that of others."""
+        """Load the optimizer state of this rank's stages, and drop that of other stages."""
         self._in_place.load_full_optimizer_state(optimizer, models, state)
         _drop_state_of_other_stages(optimizer)
 
@@ -137,13 +137,13 @@ def _drop_state_of_other_stages(optimizer: torch.optim.Optimizer) -> None:
 
 @final
 class _PipelineReceiver:
-    """A model of which this rank has some stages, as a load target for full tensors."""
+    """A model with some stages on this rank, as a load target for full tensors."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def state_dict(self, **_: object) -> StateDict:
-        """Return the live tensors; those of other stages have no values."""
+        """Return the live tensors; those of other stages are on the meta device."""
         return {canonical_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:

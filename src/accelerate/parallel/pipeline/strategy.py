@@ -58,9 +58,9 @@ _NOT_COMBINED = {
 
 @final
 class PipelinedModel(nn.Module):
-    """A model of which this rank has some stages; the parameters of the others have a shape and no values.
+    """A model with some stages on this rank; the parameters of the other stages are on the meta device.
 
-    ``accelerator.pipeline_step`` trains it. Calling it computes, without gradients, the same output on every rank.
+    Train it with ``accelerator.pipeline_step``. A call returns the same output on every rank, without gradients.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class PipelinedModel(nn.Module):
         # Not a child: parameter names are the user's own, and parameters of other stages are left out.
         self.__dict__["module"] = module
         self.__dict__["pipeline_schedule"] = pipeline_schedule
-        self.__dict__["owners"] = owners  # by parameter and buffer, the ranks of the pipeline that have it
-        self.__dict__["shared"] = shared  # by trained parameter of several ranks, its local shape
+        self.__dict__["owners"] = owners  # name of a parameter or buffer -> its pipeline ranks
+        self.__dict__["shared"] = shared  # name of a trained parameter of several ranks -> its local shape
         self.training: bool = module.training
 
     def forward(self, *inputs: object) -> Any:
         """Return the output of the full model, on every rank.
 
         Raises:
-            PreparationError: gradients are wanted.
+            PreparationError: gradients are enabled.
         """
         if torch.is_grad_enabled():
             raise PreparationError(
@@ -113,7 +113,7 @@ class PipelinedModel(nn.Module):
         return ((name, buffer) for name, buffer in found if not buffer.is_meta)
 
     def state_dict(self, *args: object, **kwargs: Any) -> Any:
-        """Return the state dict of the user's own model, with tensors of other ranks on the meta device."""
+        """Return the state dict of the user's own model; tensors of other ranks are on the meta device."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,10 +121,10 @@ class PipelinedModel(nn.Module):
         return self._generating(found) if name == "generate" and inspect.ismethod(found) else found
 
     def _generating(self, method: MethodType) -> MethodType:
-        """Bind ``method`` of the user's own model to this one, so that it calls the model through all stages.
+        """Bind ``method`` of the user's own model to this module, so that it calls all stages.
 
         Raises:
-            PreparationError: it is the one of transformers, which hands caches from call to call.
+            PreparationError: it is transformers' method, which passes caches between calls.
         """
         if method.__func__.__module__.startswith("transformers."):
             raise PreparationError(
@@ -138,7 +138,7 @@ class PipelinedModel(nn.Module):
 
 @final
 class Pipeline(Strategy):
-    """Stages of layers, some on each rank, through which batches go in micro-batches."""
+    """Layers split into stages, some on each rank; a batch passes through them in micro-batches."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         if not is_torch_version(">=", OLDEST_TORCH):
@@ -163,19 +163,19 @@ class Pipeline(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type FSDP if stages are sharded; else the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The distributed type: FSDP if stages are sharded, else that of the device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType.FSDP if self.shards else DistributedType(self.world.kind.label)
 
     @property
     def config(self) -> PipelineParallelConfig:
-        """The PipelineParallelConfig: split points, and schedule."""
+        """The PipelineParallelConfig, with split points and schedule."""
         plugin = self.options.plugins.parallelism
         return getattr(plugin, "pp_handler", None) or PipelineParallelConfig()
 
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise if an optimizer would be left with parameters that are sharded without it."""
+        """Raise if stages are sharded and the optimizer doesn't come with its model."""
         super().check(arguments)
         models = [
             argument.current
@@ -191,7 +191,7 @@ class Pipeline(Strategy):
     def place_model(
         self, model: nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Split ``model`` into stages and keep this rank's, on its device, in its precision."""
+        """Split ``model`` into stages and keep this rank's ones, cast and on its device."""
         if isinstance(model, PipelinedModel):
             return model
         plugin = self.options.plugins.fsdp
@@ -204,7 +204,7 @@ class Pipeline(Strategy):
         owners = _owners(model, stages, ranks)
         mine = {number: stage for number, stage in enumerate(stages) if number % ranks == place}
         kept = {id(tensor) for stage in mine.values() for tensor in _tensors(stage)}
-        if place == 0:  # it has what no stage uses, too
+        if place == 0:  # the first rank also keeps tensors that no stage uses
             used = {id(tensor) for stage in stages for tensor in _tensors(stage)}
             kept |= {id(tensor) for tensor in _tensors(model)} - used
         drop_other_stages(model, kept)
@@ -216,7 +216,7 @@ class Pipeline(Strategy):
             _apply_precision(precision, stage, is_last=number == len(stages) - 1)
         dynamo = self.options.plugins.dynamo
         if dynamo is not None and self.shards and dynamo.backend != DynamoBackend.NO:
-            for stage in mine.values():  # in place: what is sharded is the stage itself
+            for stage in mine.values():  # in place, because the stage itself is sharded
                 compile_regions_fsdp2(stage, **dynamo.to_kwargs())
         elif dynamo is not None:
             mine = {number: compile_model(stage, dynamo) for number, stage in mine.items()}
@@ -229,7 +229,7 @@ class Pipeline(Strategy):
         return PipelinedModel(model, pipeline_schedule, owners, self._shapes_of_shared(model, owners))
 
     def _recompute_chosen(self, mine: Mapping[int, Stage], model: nn.Module, options: ActivationCheckpointing) -> None:
-        """Add activation checkpointing to the chosen modules; to a whole stage, if an export left no modules in it."""
+        """Add activation checkpointing to the chosen modules; to whole stages if the model was exported."""
         chosen = chosen_modules(model, options)
         for stage in mine.values():
             own = set(stage.modules())
@@ -237,7 +237,7 @@ class Pipeline(Strategy):
             recompute_activations(inside, offload=options.offload, save_ops=options.save_ops)
 
     def _shapes_of_shared(self, model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the local shapes of trained parameters that several stages have; a collective."""
+        """Return the local shapes of trained parameters that several stages use; a collective."""
         found: dict[str, tuple[int, ...]] = {}
         for name, parameter in model.named_parameters():
             if len(owners[name]) > 1 and parameter.requires_grad:
@@ -261,7 +261,7 @@ class Pipeline(Strategy):
         """Shard the layers over the tensor-parallel ranks.
 
         Raises:
-            PreparationError: the model had to be exported, so that its stages don't use the layers themselves.
+            PreparationError: the model was exported, so its stages don't use the model's own layers.
         """
         if self.mesh.size("tp") == 1:
             return
@@ -313,7 +313,7 @@ class Pipeline(Strategy):
             )
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """Return the user's model; other ranks' tensors in it have no values."""
+        """Return the user's model; in it, tensors of other ranks are on the meta device."""
         inner = model.module if isinstance(model, PipelinedModel) else model
         return super().unwrap(inner, keep_fp32_wrapper, keep_torch_compile)
 
@@ -322,7 +322,7 @@ class Pipeline(Strategy):
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
-        """Raise: the backward of a pipeline is a part of its step."""
+        """Raise: ``pipeline_step`` includes the backward pass."""
         raise PreparationError(
             "accelerator.backward(loss) under pipeline parallelism: forward and backward of several parts of the batch "
             "interleave, so both are in `loss = accelerator.pipeline_step(model, (inputs, targets), loss_function)`."
@@ -339,7 +339,7 @@ class Pipeline(Strategy):
         num_steps: int,
         synchronises: bool,
     ) -> torch.Tensor:
-        """Add gradients on every stage, average them over replicas if the update is complete, and return the loss."""
+        """Accumulate gradients on every stage, average them if the update is complete, and return the loss."""
         if not isinstance(model, PipelinedModel):
             raise PreparationError(
                 f"pipeline_step() got a {type(model).__name__} that isn't spread over stages. Give it what "
@@ -354,7 +354,7 @@ class Pipeline(Strategy):
         return loss
 
     def _reduce_gradients(self, model: PipelinedModel) -> None:
-        """Sum gradients of parameters that several stages have, and average all over the replicas."""
+        """Sum gradients of parameters that several stages use, and average all gradients over the replicas."""
         model.pipeline_schedule.reduce()
         stages = self.mesh.group("pp")
         named = dict(model.module.named_parameters())
@@ -393,7 +393,7 @@ class Pipeline(Strategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale the gradients to a norm of at most ``max_norm`` over all stages; a collective of the pipeline."""
+        """Scale the gradients to a norm over all stages of at most ``max_norm``; a collective of the pipeline."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         gradients = [local_tensor(parameter.grad) for parameter in chosen if parameter.grad is not None]
         counted = [p.grad for p in chosen if p.grad is not None and p not in self._shared]
@@ -412,24 +412,24 @@ class Pipeline(Strategy):
 
     @property
     def state(self) -> ModelState[Pipeline]:
-        """The state of models that are spread over stages."""
+        """The state of models that are distributed over stages."""
         return _PipelineState(self)
 
 
 @final
 class _PipelineState(ModelState[Pipeline]):
-    """The state of models that are spread over stages: every rank has its own stages' part."""
+    """The state of models that are distributed over stages; every rank has the part of its own stages."""
 
     def is_whole(self, model: nn.Module | None = None) -> bool:
-        """Return False: a rank has its own stages."""
+        """Return False, because a rank has only its own stages."""
         return False
 
     def saved_model(self, model: nn.Module, prepared: nn.Module) -> nn.Module:
-        """Return the prepared model, which knows the ranks of all tensors."""
+        """Return the prepared model, because it knows the ranks of all tensors."""
         return prepared
 
     def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters of all stages; those of other ranks have no values, gradients or state."""
+        """Iterate over the parameters of all stages; those of other ranks are on the meta device."""
         return parameters_by_name(model.module if isinstance(model, PipelinedModel) else model)
 
     def full_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, object]:
@@ -440,13 +440,13 @@ class _PipelineState(ModelState[Pipeline]):
 
     @property
     def access(self) -> StateAccess:
-        """Access to the state of stages."""
+        """The access to the state of stages."""
         return StageAccess(self.strategy.mesh, self.strategy.world.device, self.named_parameters)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
+        """Return weights and optimizers, sharded if the plugin says so, otherwise gathered."""
         plugin = self.strategy.options.plugins.fsdp
         if plugin is not None:  # stages are sharded
             return checkpoint_state_of(plugin, self.access, models, optimizers, self.strategy.world, model_only)
@@ -469,7 +469,7 @@ def _stages_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return by name the pipeline ranks of a parameter or buffer; the first rank if no stage uses it."""
+    """Return the pipeline ranks of each parameter and buffer by name; the first rank if no stage uses it."""
     having: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
         for tensor in _tensors(stage):
@@ -479,17 +479,17 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> di
 
 
 def _gradient_placed_like(parameter: Any) -> torch.Tensor:
-    """Return the gradient of ``parameter`` with its placements; zeros where it has none."""
+    """Return the gradient of ``parameter`` in the parameter's placements; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
     if placements_of(gradient) == placements_of(parameter):
         return gradient
-    return gradient.redistribute(placements=parameter.placements)  # an embedding's, of tokens that ranks have in part
+    return gradient.redistribute(placements=parameter.placements)  # an embedding's, where ranks have part of the tokens
 
 
 def _broadcast_to_replicas(stage: nn.Module, replicas: World) -> None:
-    """Broadcast the tensors of ``stage`` from the first of its replicas to the others."""
+    """Broadcast the tensors of ``stage`` from its first replica to the others."""
     if replicas.size == 1:
         return
     source = 0 if replicas.group is None else dist.get_global_rank(replicas.group, 0)
@@ -498,7 +498,7 @@ def _broadcast_to_replicas(stage: nn.Module, replicas: World) -> None:
 
 
 def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> None:
-    """Make ``stage`` compute in ``precision``; only the last one's outputs are cast back."""
+    """Make ``stage`` compute in ``precision``; only the last stage's outputs are cast back."""
     if is_last or not precision.is_autocast:
         precision.patch_forward(stage)
         return

@@ -1,1 +1,1 @@
-"""Weights that leave a run while it trains: under the names of a saved model, bucket by bucket, from every strategy."""
+"""Stream weights out of a running training: with the names of a saved model, bucket by bucket, under every strategy."""

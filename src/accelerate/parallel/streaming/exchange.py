@@ -1,7 +1,7 @@
-"""Exchange a model's tensors in buckets: from ranks with regions of them to ranks that want the whole.
+"""Exchange a model's tensors in buckets, from the ranks that hold regions to the ranks that receive whole tensors.
 
-Every rank knows what all others hold, so no rank has to be asked for anything. An exchange copies and never computes;
-only the dtype may change, on the way out.
+Every rank knows the regions of all others, so ranks send no requests. An exchange only copies; the sender may cast to
+another dtype.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..held_tensors import HeldTensor, Region, size_of
 _ALIGNMENT_BYTES: Final = 16
 _ON_HOST: Final = ("gloo", "mpi")
 
-#: A rank's message to all others: a checksum of the tensors, what it holds of each, where its process can be watched.
+#: A rank's message to all others: a checksum of the tensors, its region of each, the address to watch its process.
 Outline: TypeAlias = tuple[int, list[Region | None], "tuple[str, int] | None", str]
 
 
 @final
 @dataclass(frozen=True)
 class Piece:
-    """A region of one tensor that goes from one rank to another; its place in the message between them."""
+    """A region of one tensor that one rank sends to another, and its offset in the message."""
 
     number: int
     region: Region
@@ -41,7 +41,7 @@ class Piece:
 @final
 @dataclass(eq=False)
 class Message:
-    """The pieces that one rank sends to another, one after the other, as bytes."""
+    """The pieces that one rank sends to another, concatenated as bytes."""
 
     num_bytes: int = 0
     pieces: list[Piece] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Message:
 
 @final
 class BucketExchange:
-    """One bucket's exchange, ready to start: this rank's messages, and the tensors that it is going to have."""
+    """The prepared exchange of one bucket: this rank's messages, and the tensors that it will receive."""
 
     def __init__(self, exchange: WeightExchange, dtypes: dict[int, torch.dtype]) -> None:
         self._exchange, self._dtypes = exchange, dtypes
@@ -84,7 +84,7 @@ class BucketExchange:
                 self._view(space, piece).copy_(exchange.values(piece.number, piece.region))
 
     def run(self) -> dict[int, torch.Tensor]:
-        """Exchange the messages of all ranks, and return this rank's tensors by number; a collective."""
+        """Exchange the messages of all ranks, and return this rank's received tensors by number; a collective."""
         sizes = [message.num_bytes for message in self._arriving]
         received = self._exchanged(sizes)
         for number, regions in self._own_regions.items():
@@ -115,20 +115,20 @@ class BucketExchange:
         return torch.empty(count, dtype=torch.uint8, device=self._exchange.device)
 
     def _view(self, space: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return ``piece`` in ``space``, a message, in its shape."""
+        """Return the ``piece`` of the message ``space`` in its shape."""
         shape = tuple(end - begin for begin, end in piece.region)
         return space[piece.begin : piece.end].view(self._dtypes[piece.number]).view(shape)
 
 
 @final
 class WeightExchange:
-    """All ranks' regions of one model's tensors, and the ranks that want the whole."""
+    """The regions of one model's tensors on all ranks, and the ranks that receive whole tensors."""
 
     def __init__(self, world: World, held: Sequence[HeldTensor], receivers: Sequence[int], arguments: str) -> None:
         self.world = world
         self.held = held
         self.receivers = receivers
-        #: Where messages lie.
+        #: The device on which messages are allocated.
         self.device: torch.device = torch.device("cpu") if world.backend in _ON_HOST else world.device
         own: Outline = (
             checksum([(one.names, one.shape, one.dtype) for one in held]),
@@ -153,7 +153,7 @@ class WeightExchange:
         self._watched = self._watch([outline[2] for outline in outlines])
 
     def _watch(self, addresses: list[tuple[str, int] | None]) -> list[int]:
-        """Watch the processes of this rank's share of receivers, each by a rank far away; return those receivers."""
+        """Watch the processes of receivers assigned to this rank, each from a distant rank; return those receivers."""
         rank, size, coordinator = self.world.rank, self.world.size, self.world.coordinator
         watched: list[int] = []
         for receiver in self.receivers:
@@ -163,17 +163,17 @@ class WeightExchange:
         return watched
 
     def end_watch(self) -> None:
-        """Watch the receivers no more: later waits of the run needn't look at them."""
+        """Stop watching the receivers, because the stream is over."""
         if self.world.coordinator is not None:
             self.world.coordinator.exits.unwatch(self._watched)
         self._watched = []
 
     def prepare(self, dtypes: dict[int, torch.dtype]) -> BucketExchange:
-        """Pack this rank's part of a bucket: the tensors of these numbers, each to arrive in a dtype."""
+        """Pack this rank's part of a bucket: the tensors with these numbers, each in the dtype to send."""
         return BucketExchange(self, dtypes)
 
     def values(self, number: int, region: Region) -> torch.Tensor:
-        """Return this rank's values of ``region``, its only region of tensor ``number``."""
+        """Return this rank's values of ``region`` of tensor ``number``."""
         local = self.held[number].local
         assert local is not None and self.held[number].region == region, "as this rank told the others"
         return local
@@ -182,7 +182,7 @@ class WeightExchange:
         """Return the regions that make up tensor ``number`` on ``receiver``, each with its source rank.
 
         Raises:
-            NotBuilt: the ranks' regions don't make the whole.
+            NotBuilt: the ranks' regions don't cover the tensor.
         """
         tensor = self.held[number]
         holders: dict[Region, list[int]] = {}
@@ -206,7 +206,7 @@ def _nearest(ranks: Iterable[int], receiver: int) -> int:
 
 
 def buckets(sizes: Iterable[int], limit: int) -> Iterator[list[int]]:
-    """Iterate over the positions of ``sizes`` in runs that add up to at most ``limit``, or have one position."""
+    """Iterate over the indices of ``sizes`` in runs whose sum is at most ``limit``; a larger size is a run alone."""
     held, run = 0, list[int]()
     for position, size in enumerate(sizes):
         if run and held + size > limit:
@@ -219,5 +219,5 @@ def buckets(sizes: Iterable[int], limit: int) -> Iterator[list[int]]:
 
 
 def num_bytes(tensor: HeldTensor, dtype: torch.dtype) -> int:
-    """Return the size of the whole of ``tensor`` in ``dtype``."""
+    """Return the size in bytes of the whole ``tensor`` in ``dtype``."""
     return math.prod(tensor.shape) * dtype.itemsize

@@ -1,7 +1,7 @@
-"""The weights of a model as an iterator, bucket by bucket, on the ranks that want them; all ranks take part.
+"""An iterator over the weights of a model, bucket by bucket, on the receiving ranks; all ranks take part.
 
-Before each bucket's exchange all ranks meet in the store. So the others wait as long as a receiver takes over what it
-has got, and learn from the store, outside of any collective, that one won't take more.
+Before each bucket's exchange there is a barrier in the store. So the senders wait while a receiver processes a bucket,
+and the store tells them, outside of any collective, if a receiver stops.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _OPERATION: Final = "stream_weights"
 
 @final
 class Meeting:
-    """Where all ranks meet before each bucket, or learn that one won't come any more."""
+    """The barrier of all ranks before each bucket; it reports a rank that stops."""
 
     def __init__(self, exchange: WeightExchange) -> None:
         world = exchange.world
         self._coordinator = coordinator_of(world, _OPERATION) if world.size > 1 else None
         self._exchange, self._is_over = exchange, False
-        self.last_name: str = ""  # of the weights that this rank has handed over
+        self.last_name: str = ""  # the name of the last weight that this rank yielded
 
     def wait(self) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks reach the barrier.
 
         Raises:
-            CollectiveError: one of them won't come.
+            CollectiveError: a rank has stopped.
         """
         if self._coordinator is not None:
             try:
@@ -51,12 +51,12 @@ class Meeting:
                 raise
 
     def end(self) -> None:
-        """Note that no rank comes here again."""
+        """Mark the stream as over: no rank will reach this barrier again."""
         self._is_over = True
         self._exchange.end_watch()
 
     def stop(self, reason: str) -> None:
-        """Tell the other ranks, unless it is over, that this one won't come."""
+        """Tell the other ranks that this one stops, unless the stream is over."""
         if self._is_over:
             return
         self.end()
@@ -67,26 +67,26 @@ class Meeting:
 
 @final
 class WeightStream(Iterator[tuple[str, torch.Tensor]]):
-    """An iterator over names and whole tensors on the receiving ranks, and over nothing on the others.
+    """An iterator over names and whole tensors on receiving ranks; on other ranks it yields nothing.
 
-    The tensors are the receiver's own. Leaving the loop early ends it on all ranks, and so does :meth:`close`.
+    The receiver owns the tensors. Leaving the loop early ends it on all ranks, and so does :meth:`close`.
     """
 
     def __init__(self, meeting: Meeting, items: Generator[tuple[str, torch.Tensor]]) -> None:
         self._meeting = meeting
-        self._items = items  # refers to nothing that refers to this object, which thus ends with the loop
+        self._items = items  # must not refer back to this object, so that it is freed when the loop ends
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         try:
             return next(self._items)
         except StopIteration:
             raise
-        except BaseException as error:  # all of them end the iteration of all ranks
+        except BaseException as error:  # any of them ends the iteration on all ranks
             self._stop(error)
             raise
 
     def close(self) -> None:
-        """End the iteration; where weights are left, the other ranks raise CollectiveError instead of sending them."""
+        """End the iteration; if weights are left, the other ranks raise CollectiveError."""
         self._stop(None)
 
     def __enter__(self) -> WeightStream:
@@ -115,7 +115,7 @@ def _items(
     meeting: Meeting,
     packed: frozenset[str],
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield the weights where this rank is a receiver; a collective, one exchange per bucket."""
+    """Yield the weights on receiving ranks; a collective, with one exchange per bucket."""
     dtypes = [
         _dtypes_of(weight, exchange.held, None if any(n in packed or is_statistic(n) for n in weight.names) else dtype)
         for weight in weights
@@ -137,7 +137,7 @@ def _items(
 
 
 def _dtypes_of(weight: StreamedWeight, held: Sequence[HeldTensor], dtype: torch.dtype | None) -> dict[int, torch.dtype]:
-    """Return the dtypes for sending the tensors of ``weight``: their own if they are merged afterwards."""
+    """Return the dtypes in which the tensors of ``weight`` are sent: their own if they are merged afterwards."""
     kept = dtype if weight.merge is None else None
     return {number: _converted(held[number].dtype, kept) for number in weight.numbers}
 
@@ -162,11 +162,11 @@ def stream_weights(
     dtype: torch.dtype | str | None,
     adapters: Adapters,
 ) -> WeightStream:
-    """Return the weights of ``model`` as an iterator; a collective, which all ranks make and run through.
+    """Return an iterator over the weights of ``model``; a collective: all ranks must call and exhaust it.
 
     Raises:
-        SettingError: ``ranks`` aren't ranks, or ``bucket_bytes`` is no size.
-        CollectiveError: on every rank, when one doesn't make the call, or gives another model.
+        SettingError: ``ranks`` or ``bucket_bytes`` is invalid.
+        CollectiveError: on every rank, if one doesn't call this, or gives another model.
     """
     world = strategy.world
     receivers = sorted(set(ranks))
@@ -183,7 +183,7 @@ def stream_weights(
     held = strategy.state.held_tensors(model)
     inner = strategy.unwrap(model, keep_torch_compile=False)
     weights = streamed_weights(inner, held, adapters)
-    # Bits packed into a floating-point tensor, and what unpacks them, are no numbers to be converted.
+    # Never cast packed bits stored in a floating-point tensor, nor the tensors that unpack them.
     packed = frozenset(f"{layer}.weight" for layer, _ in packed_layers(inner))
     given = f"ranks={tuple(receivers)}, bucket_bytes={bucket_bytes}, dtype={chosen}, adapters={adapters!r}"
     exchange = WeightExchange(world, held, receivers, given)

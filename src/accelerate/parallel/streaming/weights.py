@@ -1,6 +1,7 @@
-"""The weights that leave a model: under the names of its state dict, or without adapters of PEFT's, merged into them.
+"""The weights of a model to stream: under the names of its state dict, or with PEFT's adapters merged into them.
 
-A merged weight is ``W + scaling * B @ A``, as PEFT's ``merge_and_unload`` makes it, of whole matrices, where they go.
+A merged weight is ``W + scaling * B @ A``, as in PEFT's ``merge_and_unload``, computed by the receiver from whole
+matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...errors import NotBuilt, SettingError
 from ..held_tensors import HeldTensor
 from ..rebind import canonical_name
 
-#: What becomes of the adapters in a PEFT model: they leave beside the base, merged into it, or alone.
+#: How to stream the adapters of a PEFT model: beside the base weights, merged into them, or alone.
 Adapters: TypeAlias = Literal["kept", "merged", "only"]
 _PREFIX: Final = "base_model.model."
 
@@ -26,12 +27,12 @@ _PREFIX: Final = "base_model.model."
 @final
 @dataclass(frozen=True)
 class StreamedWeight:
-    """One weight that leaves.
+    """One weight of the stream.
 
     Attributes:
-        names: under which it leaves; several, where it is tied.
-        numbers: of the tensors that it is made of; the first has its shape.
-        merge: makes it of them, in place of the first; None where that is all.
+        names: its names in the stream; several if it is tied.
+        numbers: the numbers of the tensors it is computed from; the first has its shape.
+        merge: computes it from them in place of the first; None if there is only one.
     """
 
     names: tuple[str, ...]
@@ -42,11 +43,11 @@ class StreamedWeight:
 def streamed_weights(
     model: torch.nn.Module, held: Sequence[HeldTensor], adapters: Adapters = "kept"
 ) -> list[StreamedWeight]:
-    """Return the weights to stream from ``model``, the user's own, with the tensors ``held``.
+    """Return the weights to stream from ``model``, the user's own, whose tensors are ``held``.
 
     Raises:
-        SettingError: ``adapters`` is no word for it, or the model has none.
-        NotBuilt: merging these adapters isn't built.
+        SettingError: ``adapters`` is invalid, or the model has no adapters.
+        NotBuilt: these adapters can't be merged.
     """
     if adapters not in get_args(Adapters):
         raise SettingError(f"adapters={adapters!r}: choose one of {', '.join(map(repr, get_args(Adapters)))}.")
@@ -88,10 +89,10 @@ def _merged(model: Any, held: Sequence[HeldTensor], peft: Any) -> Iterator[Strea
 
 
 def _factors(prefix: str, layer: Any, peft: Any) -> Mapping[str, float]:
-    """Return the names of A and B of each active adapter of ``layer`` in turn, with the adapter's scaling.
+    """Return the names of A and B of each active adapter of ``layer``, with the adapter's scaling.
 
     Raises:
-        NotBuilt: these aren't LoRA's, or a variant of it.
+        NotBuilt: the adapters aren't LoRA, or are a variant of it.
     """
     lora = peft.tuners.lora
     active = (
@@ -125,10 +126,10 @@ def _merge(scalings: Sequence[float], swapped: bool, tensors: Sequence[torch.Ten
 
 
 def _without_adapters(name: str, active: set[str]) -> str:
-    """Return ``name`` as in the model without adapters; "" if it isn't there.
+    """Return ``name`` as in the model without adapters; empty if it isn't there.
 
     Raises:
-        NotBuilt: it is of single trained tokens.
+        NotBuilt: it belongs to individually trained tokens.
     """
     parts = name.removeprefix(_PREFIX).split(".")
     if any(part.startswith("trainable_tokens_") for part in parts):
