@@ -1,4 +1,4 @@
-"""The public option classes: what users pass to the Accelerator, over the options of ``settings``."""
+"""The public option classes that users pass to the Accelerator, based on the options in ``settings``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """The options of an engine that trains in the core's place."""
+    """The options of an engine (such as DeepSpeed) that trains instead of torch."""
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The axes of the mesh along which the engine itself cuts the model."""
+        """The mesh axes along which the engine itself splits the model."""
         ...
 
 
 @final
 @dataclass
 class Plugins:
-    """The plugins of a run, None where one isn't in use; the settings hold the same objects, and strategies read them.
+    """The plugins of a run, None if unused; settings and strategies share these objects.
 
-    ``deepspeed`` may be several by name, of which one is selected.
+    ``deepspeed`` may be several plugins by name; one of them is selected.
     """
 
     fsdp: FullyShardedDataParallelPlugin | None = None
@@ -42,7 +42,7 @@ class Plugins:
 
     @property
     def engine(self) -> Engine | None:
-        """The options of the engine in use; of several, the selected ones."""
+        """The options of the engine in use; if there are several, the selected ones."""
         found = self.deepspeed or self.megatron
         if isinstance(found, Mapping):
             found = next(one for one in found.values() if getattr(one, "selected", False))

@@ -12,7 +12,7 @@ from .handlers import canonicalize
 
 @dataclass
 class DataLoaderConfiguration(DataLoaderOptions):
-    """The options of prepared loaders: how they fill, split, complete, order and move their batches."""
+    """The options of prepared loaders: how they form, split, pad, order and move batches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

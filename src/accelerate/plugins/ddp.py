@@ -1,4 +1,4 @@
-"""The options of DistributedDataParallel, and hooks that compress gradients."""
+"""The options of DistributedDataParallel, and communication hooks that compress gradients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _LOW_RANK = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHE
 
 @dataclass
 class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
-    """Arguments of ``DistributedDataParallel``, and a communication hook that is registered after the wrap.
+    """Arguments of ``DistributedDataParallel``, and a communication hook for it.
 
-    ``comm_hook`` sends gradients in half precision (``fp16``, ``bf16``) or as low-rank factors
-    (``power_sgd``, ``batched_power_sgd``); ``comm_wrapper`` puts half precision around low-rank factors;
-    ``comm_state_option`` are arguments of torch's ``PowerSGDState``, such as
-    ``matrix_approximation_rank``.
+    ``comm_hook`` sends gradients in half precision (``fp16``, ``bf16``) or as low-rank factors (``power_sgd``,
+    ``batched_power_sgd``). ``comm_wrapper`` sends those factors in half precision. ``comm_state_option`` are arguments
+    of torch's ``PowerSGDState``, such as ``matrix_approximation_rank``.
     """
 
     own_fields: ClassVar[frozenset[str]] = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
@@ -51,7 +50,7 @@ class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
         return {name: value for name, value in everything.items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Register the hook that ``comm_hook`` names at ``model``; with ``no``, none."""
+        """Register the ``comm_hook`` on ``model``; with ``no``, none."""
         kind, wrapper = DDPCommunicationHookType(self.comm_hook), DDPCommunicationHookType(self.comm_wrapper)
         if kind is _NO:
             return
@@ -69,7 +68,7 @@ class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
 
 
 def _as_torch_wants(hook: Hook) -> Hook:
-    # torch compares a hook's annotations with its own classes: those that Python keeps as text don't pass.
+    # torch compares a hook's annotations with its own classes, so annotations must not be strings.
     def registered(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
@@ -80,21 +79,20 @@ def _as_torch_wants(hook: Hook) -> Hook:
 # --------------------------------------------------------------------------------------------------
 # Gradient compression for DDP
 #
-# torch ships these hooks too; ours exist where torch's fail: its bf16 hook refuses every backend but NCCL
-# and XCCL, and its batched PowerSGD hands a 2-D matrix to a routine that takes 3-D ones. The layer-wise
-# PowerSGD is torch's own.
+# These hooks replace those of torch that fail: its bf16 hook refuses every backend but NCCL and XCCL, and its
+# batched PowerSGD passes a 2-D matrix to a function for 3-D ones. The layer-wise PowerSGD is torch's own.
 
 #: A DDP communication hook: (state, bucket) -> a future of the averaged gradients.
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 def average_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the group, in its own dtype."""
+    """Average the bucket over the group in its own dtype."""
     return _average(_group_or_world(group), bucket.buffer())
 
 
 def cast_bucket(dtype: torch.dtype, hook: Hook) -> Hook:
-    """Wrap ``hook`` so that it gets the bucket in ``dtype``, and its result is cast back."""
+    """Wrap ``hook`` to get the bucket in ``dtype``, and cast its result back."""
 
     def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
@@ -110,11 +108,10 @@ def cast_bucket(dtype: torch.dtype, hook: Hook) -> Hook:
 
 
 def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the whole bucket, seen as one square matrix, as a product of two low-rank factors.
+    """Average the bucket as one square matrix, approximated by the product of two low-rank factors.
 
-    Cheaper and coarser than the layer-wise form. The error of this step is added to the next one (error
-    feedback) and the last factor is where the next power iteration starts (warm start), both by
-    ``state``'s switches.
+    It is cheaper and coarser than the layer-wise hook. Options of ``state`` add this step's error to the next one
+    (error feedback), and start the next power iteration from the last factor (warm start).
     """
     group = _group_or_world(state.process_group)
     buffer = bucket.buffer()
@@ -134,13 +131,13 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fu
     if state.warm_start and index in state.q_memory_dict:
         start = state.q_memory_dict[index]
     else:
-        # Every rank must start from the same factor, and the user's random stream must not move.
+        # Every rank must start from the same factor, and the user's random state must not change.
         generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
         start = torch.randn(side, rank, generator=generator).to(matrix)
     left = matrix @ _orthonormal(start)
 
     def right_factor(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # Only the column space matters, so the sum serves as well as the mean.
+        # Only the column space matters, so the sum can be used instead of the mean.
         left.copy_(_orthonormal(summed.value()[0]))
         right = matrix.t() @ left
         return _sum(right.div_(group.size()), group).wait()[0]
@@ -154,7 +151,7 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fu
             state.q_memory_dict[index] = right
         buffer.copy_(approximation.flatten()[:length])
         if buffer.device.type != "cpu":
-            # This runs on a stream of its own: what is freed on return must not be in use there any more.
+            # This runs on its own stream, which must not use memory any more when it is freed on return.
             torch.accelerator.synchronize(buffer.device.index)
         state.maybe_increase_iter(bucket)
         return buffer

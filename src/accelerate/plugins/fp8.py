@@ -1,4 +1,4 @@
-"""Recipes for fp8 arithmetic, one class per library that does it."""
+"""Recipes for fp8 computation, one class per library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .handlers import KwargsHandler, LaunchedOptions, canonicalize
 
 @dataclass
 class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
-    """The options of torchao's conversion: a ``Float8LinearConfig``, or the two switches one is made from.
+    """The options of torchao's conversion: a ``Float8LinearConfig``, or two options to create one.
 
-    ``module_filter_func(module, name)`` says which linear layers are converted; by default all but the
-    first and last.
+    ``module_filter_func(module, name)`` returns whether a linear layer is converted; by default, all but the first and
+    the last are.
 
     Raises:
-        MissingDependency: torchao is absent or older than 0.6.1.
+        MissingDependency: torchao isn't installed or is older than 0.6.1.
     """
 
     def _resolve(self, given: Mapping[str, object]) -> None:
@@ -34,7 +34,7 @@ class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
-    """The options by which TransformerEngine scales fp8 tensors."""
+    """The options with which Transformer Engine scales fp8 tensors."""
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
@@ -42,7 +42,7 @@ class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
 
 @dataclass
 class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
-    """The optimisation level of MS-AMP, which isn't supported any more: use :class:`AORecipeKwargs` (torchao)."""
+    """The optimisation level of MS-AMP, which is no longer supported: use :class:`AORecipeKwargs` (torchao)."""
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "opt_level")
@@ -50,7 +50,7 @@ class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The deprecated recipe of TransformerEngine, with the option of MS-AMP, which isn't supported any more."""
+    """The deprecated recipe of Transformer Engine, with an option of MS-AMP, which is no longer supported."""
 
     backend: str = option(
         None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Member = TypeVar("Member")
 
 _DTYPES: Final = {
-    "fp8": torch.bfloat16,  # what is not computed in fp8 is kept in bf16
+    "fp8": torch.bfloat16,  # layers that don't compute in fp8 use bf16
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -53,8 +53,7 @@ _CONTRARY: Final = {"use_orig_params": False, "limit_all_gathers": False}
 class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
     """The options of FSDP: sharding, wrap units, precision, and saving.
 
-    After construction names have become torch's objects, those that the chosen version takes; what belongs
-    to the other version is None.
+    The constructor converts names to the torch objects of the chosen version; options of the other version become None.
     """
 
     def _resolve(self, given: Mapping[str, object]) -> None:
@@ -73,7 +72,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
                 f"`ignored_modules` with FSDP2 needs torch>=2.7, but {torch.__version__} is installed."
             )
         if "cpu_ram_efficient_loading" in given:
-            # Libraries that load weights read from the environment whether to do so on every rank.
+            # Libraries read from the environment whether to load weights on every rank.
             env.set_variables_for(self, {"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
 
     @property
@@ -144,7 +143,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
         return reshard
 
     def _resolve_version_1_options(self, given: Mapping[str, object]) -> None:
-        """Resolve the options that only version 1 has to torch's values, or to None in version 2."""
+        """Convert the options of version 1 to torch's values; in version 2, set them to None."""
         self.backward_prefetch: Any = _member(self, "backward_prefetch", _prefetches())
         if self._is_version_2:
             if given.get("forward_prefetch"):
@@ -182,7 +181,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
         ]
 
     def _resolve_wrapping(self) -> None:
-        """Resolve ``auto_wrap_policy`` to a function or None, and check its options."""
+        """Convert ``auto_wrap_policy`` to a function or None, and check its options."""
         names = cast("list[str] | str | None", self.transformer_cls_names_to_wrap)
         if isinstance(names, str):
             self.transformer_cls_names_to_wrap: list[str] | None = [
@@ -203,7 +202,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             raise SettingError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
 
     def set_state_dict_type(self, state_dict_type: str | int | StateDictType | None = None) -> None:
-        """Set whether state is saved full or sharded; by default sharded in version 2 only."""
+        """Set whether saved state is full or sharded; the default is sharded in version 2 and full in 1."""
         torch_fsdp = _torch_fsdp()
         types = torch_fsdp.StateDictType
         if state_dict_type is not None:
@@ -230,10 +229,10 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
                 self.optim_state_dict_config = torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Bind ``auto_wrap_policy`` to the layer classes of ``model``, or to the smallest size of a unit.
+        """Bind ``auto_wrap_policy`` to the layer classes of ``model``, or to the minimum size of a unit.
 
         Raises:
-            SettingError: ``model`` has no layer of a class that is to be wrapped.
+            SettingError: ``model`` has no layer of a class to wrap.
         """
         policies = _wrap_policies()
         if self.auto_wrap_policy is policies["TRANSFORMER_BASED_WRAP"]:
@@ -268,7 +267,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
-        """Set the policy for ``mixed_precision``, unless there is one already and not ``override``."""
+        """Set the policy for ``mixed_precision``; keep an existing one unless ``override``."""
         if self.mixed_precision_policy is not None and not override:
             return
         policy: Any = mixed_precision
@@ -294,11 +293,11 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
 
     @property
     def _policy_class(self) -> type[MixedPrecision | MixedPrecisionPolicy]:
-        """The class of ``mixed_precision_policy`` that the chosen version takes."""
+        """The class of ``mixed_precision_policy`` in the chosen version."""
         return _torch_fsdp().MixedPrecisionPolicy if self._is_version_2 else _torch_fsdp().MixedPrecision
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check that ``mixed_precision_policy`` has the class for the chosen version."""
+        """Check that ``mixed_precision_policy`` has the class of the chosen version."""
         wanted = self._policy_class
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
             raise SettingError(
@@ -308,7 +307,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             )
 
     def set_cpu_offload(self) -> None:
-        """Replace a ``cpu_offload`` that is a switch by torch's object for it."""
+        """Replace a boolean ``cpu_offload`` by torch's object for it."""
         offload = self.cpu_offload
         if isinstance(offload, (str, int)):
             offload = option_of(type(self), "cpu_offload").read(offload, argument(self, "cpu_offload"))
@@ -323,7 +322,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             self.cpu_offload = _torch_fsdp().OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Check that ``cpu_offload`` has the class for the chosen version."""
+        """Check that ``cpu_offload`` has the class of the chosen version."""
         wanted = _torch_fsdp().OffloadPolicy if self._is_version_2 else _torch_fsdp().CPUOffload
         if not isinstance(self.cpu_offload, wanted):
             raise SettingError(
@@ -333,17 +332,17 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
 
     @staticmethod
     def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-        """Return the class called ``name`` among ``module`` and its parts."""
+        """Return the class called ``name`` of ``module`` or one of its submodules."""
         return get_module_class_from_name(module, name)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class called ``name`` among ``module`` and its parts; None when there is none."""
+    """Return the class called ``name`` of ``module`` or one of its submodules; None if there is none."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def _torch_fsdp() -> Any:
-    """Import and return ``torch.distributed.fsdp``, late: it takes half a second, and imports sympy."""
+    """Import and return ``torch.distributed.fsdp``; imported late because it takes half a second."""
     from torch.distributed import fsdp
 
     return fsdp
@@ -383,7 +382,7 @@ def _wrap_policies() -> dict[str, Any]:
 
 
 def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Member]) -> Member | None:
-    """Return torch's member for the field's value: a name in any case, its number, or the member itself."""
+    """Return torch's enum member for the field's value: a name in any case, its number, or the member itself."""
     given = getattr(plugin, name)
     if given is None or given in members.values():
         return given
@@ -410,6 +409,6 @@ def _path(cls: type) -> str:
 
 
 def _allocate(module: nn.Module) -> None:
-    """Allocate the parameters of ``module`` without initialising them: rank 0 broadcasts the values."""
+    """Allocate the parameters of ``module`` without initialising them, because rank 0 broadcasts the values."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=found or torch.device("cpu"), recurse=False)

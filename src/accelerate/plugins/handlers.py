@@ -36,48 +36,48 @@ if TYPE_CHECKING:
 
 @dataclass
 class KwargsHandler:
-    """The base of option classes whose fields are keyword arguments of something in torch."""
+    """The base of option classes whose fields are keyword arguments of a torch function or class."""
 
-    #: Fields that are ours: the callee in torch does not know them.
+    #: Our own fields, which are no arguments of the function in torch.
     own_fields: ClassVar[frozenset[str]] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments by name, as copies: changing them does not change the handler."""
+        """Return the arguments by name, as copies, so that changes don't affect the handler."""
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in self.own_fields}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments that differ from those of a handler made with nothing given and nothing set."""
+        """Return the arguments that differ from the defaults, without environment variables."""
         plain = _plain(type(self))
         return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
 
 
 @functools.cache
 def _plain(cls: type[KwargsHandler]) -> Mapping[str, object]:
-    """Return the arguments of a handler of this class with nothing given and nothing set in the environment."""
+    """Return the default arguments of a handler of this class, without environment variables."""
     with env.hidden(), muted():
         return cls().to_dict()
 
 
 def canonicalize(options: OptionGroup, *names: str) -> None:
-    """Replace the values of the named fields (of all, if none are named) by their canonical spelling.
+    """Convert the values of the named fields (all fields if none are named) to their canonical spelling.
 
     Raises:
-        SettingError: a value is none of those that the option takes.
+        SettingError: a value is invalid for its option.
     """
     for info in options_of(type(options)):
         if not names or info.name in names:
             value = getattr(options, info.name)
-            if value is not info.default:  # a default is canonical as it is declared
+            if value is not info.default:  # defaults are declared in canonical form
                 setattr(options, info.name, info.read(value, argument(options, info.name)))
 
 
 def argument(options: OptionGroup, name: str) -> Source:
-    """Return the source of the field ``name`` as an argument, as error messages show it."""
+    """Return the argument that sets the field ``name``, as error messages show it."""
     return Source("argument", f"{type(options).__name__}({name}=...)")
 
 
 class LaunchedOptions(OptionGroup):
-    """The base of option classes that take unset values from the launcher's environment."""
+    """The base of option classes that fill unset fields from the launcher's environment variables."""
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -95,7 +95,7 @@ class LaunchedOptions(OptionGroup):
         return made
 
     def _resolve(self, given: Mapping[str, object]) -> None:
-        """Check the options and convert them to what is read later; ``given`` are the constructor's arguments."""
+        """Check the options and convert them to their final types; ``given`` are the constructor's arguments."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,9 +104,9 @@ class LaunchedOptions(OptionGroup):
 
 @dataclass
 class AutocastKwargs(AutocastOptions, KwargsHandler):
-    """Arguments of ``torch.autocast``, and the precision in which a prepared model hands back its outputs.
+    """Arguments of ``torch.autocast``, and the dtype of a prepared model's outputs.
 
-    ``output_dtype=None`` leaves outputs in the precision in which they were computed.
+    With ``output_dtype=None``, outputs keep the dtype in which they were computed.
     """
 
     own_fields: ClassVar[frozenset[str]] = frozenset({"output_dtype"})
@@ -131,8 +131,7 @@ _TIMEOUT_OF_DEFAULT_BACKEND = timedelta(seconds=600)
 class InitProcessGroupKwargs(ProcessGroupOptions, KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
 
-    Without a ``timeout`` a collective may take 600 s on the default backend and 1800 s on any other:
-    torch's own rule.
+    The default ``timeout`` of a collective is torch's: 600 s on the default backend and 1800 s on any other.
     """
 
     def __post_init__(self) -> None:
@@ -149,15 +148,15 @@ class InitProcessGroupKwargs(ProcessGroupOptions, KwargsHandler):
 
 @dataclass
 class ProfileKwargs(ProfileOptions, KwargsHandler):
-    """Arguments of ``torch.profiler.profile``, with activities by name and the schedule as a dictionary.
+    """Arguments of ``torch.profiler.profile``, with activities by name and the schedule as a dict.
 
     ``schedule_option`` takes ``wait``, ``warmup``, ``active``, ``repeat`` and ``skip_first``. With
     ``output_trace_dir`` each process writes its Chrome trace there when the profile ends.
     """
 
     def _get_profiler_activity(self, activity: str) -> ProfilerActivity:
-        """Return the activity of this name in the installed torch."""
-        # What this torch build can record, whatever it calls it: a new device needs no line here.
+        """Return the activity called ``name`` in the installed torch."""
+        # The activities of this torch build by name, so that a new device needs no line here.
         known = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
         if activity not in known:
             raise SettingError(
@@ -167,7 +166,7 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
         return known[activity]
 
     def build(self) -> torch.profiler.profile:
-        """Return a new profiler, not started yet."""
+        """Return a new profiler that isn't started yet."""
         activities = None if self.activities is None else [self._get_profiler_activity(one) for one in self.activities]
         schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(
@@ -183,7 +182,7 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
 
     @contextmanager
     def record(self, rank: int) -> Iterator[torch.profiler.profile]:
-        """Profile the block, and write the trace of this ``rank`` into ``output_trace_dir`` if there is one."""
+        """Profile the block, and write the trace of this ``rank`` into ``output_trace_dir`` if it is set."""
         with self.build() as profiler:
             yield profiler
         if self.output_trace_dir is not None:
@@ -198,7 +197,7 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
-    """The number of micro-batches per step, and its effect on schedulers and loader ends."""
+    """The number of micro-batches per step, and its effect on schedulers and on the end of a loader."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,13 +212,13 @@ class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
 class ProjectConfiguration(ProjectOptions):
     """The project's folder, its logging folder, and how its checkpoints are named, limited and written.
 
-    ``checkpoint_format="safe"`` writes files that hold no pickle; ``"classic"`` the names and layout that
-    other tools know from before. Both are read.
+    ``checkpoint_format="safe"`` writes files without pickle; ``"classic"`` writes the file names and layout that older
+    tools expect. Both can be loaded.
 
-    Of numbered checkpoints the newest ``total_limit`` are kept (None: all), and besides: every ``keep_every``-th, the
-    ``keep_best`` by ``best_metric``, and those that were saved with ``pin=True``.
+    The newest ``total_limit`` numbered checkpoints are kept (None: all). So are every ``keep_every``-th one, the
+    ``keep_best`` ones by ``best_metric``, and those saved with ``pin=True``.
 
-    ``save_state`` compares what replicas hold; ``compare_replicas`` says whether it warns or raises if they differ.
+    ``save_state`` compares replicas; ``compare_replicas`` says whether it warns or raises if they differ.
     """
 
     def __post_init__(self) -> None:
@@ -237,7 +236,7 @@ class ProjectConfiguration(ProjectOptions):
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project's folder, and its logging folder unless one was given."""
+        """Set the project's folder, and the logging folder unless one was given."""
         self.project_dir: str | None = cast("str | None", project_dir)
         if self.logging_dir is None:
             self.logging_dir: str | None = self.project_dir
@@ -249,9 +248,9 @@ class ProjectConfiguration(ProjectOptions):
 
 @dataclass
 class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
-    """Arguments of ``torch.compile``, and whether a model is compiled whole or by its repeated blocks.
+    """Arguments of ``torch.compile``, and whether to compile whole models or only repeated blocks.
 
-    ``backend="no"``, the default, compiles nothing.
+    The default, ``backend="no"``, disables compilation.
     """
 
     def _resolve(self, given: Mapping[str, object]) -> None:
@@ -259,7 +258,7 @@ class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
         self.backend: str = DynamoBackend(self.backend)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name, the backend spelled as torch spells it."""
+        """Return every field by name, with the backend in torch's spelling."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:

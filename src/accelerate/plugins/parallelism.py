@@ -1,4 +1,4 @@
-"""The options of parallelism: the axes over which a model and its data are split, and the device mesh of them."""
+"""The options of parallelism: the mesh axes over which a model and its data are split."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 @dataclass
 class PipelineParallelConfig(OptionGroup, title="Parallelism"):
-    """The options by which pipeline parallelism splits a model and a batch.
+    """The options with which pipeline parallelism splits a model and a batch.
 
     Args:
-        schedule: ``"1f1b"`` (a stage keeps as many activations as there are stages), ``"gpipe"`` (all forwards, then
-            all backwards) or ``"interleaved"`` (several stages per rank: shorter waits, more messages).
-        num_micro_batches: into how many a batch is split; by default as many as there are stages. A batch that doesn't
-            divide is split into fewer.
-        split_points: names of the modules at which a new stage begins; by default stages of about equal parameters.
-        stages_per_rank: how many stages each rank has; by default 2 when interleaved, else 1.
-        example_inputs: the model's positional inputs for one micro-batch, for a model whose forward looks at values:
+        schedule: ``"1f1b"`` (a stage keeps at most as many activations as there are stages), ``"gpipe"`` (all
+            forwards, then all backwards) or ``"interleaved"`` (several stages per rank: smaller bubbles, more
+            messages).
+        num_micro_batches: the number of micro-batches in a batch; by default, the number of stages. A batch whose
+            size isn't a multiple of it is split into fewer.
+        split_points: names of the modules at which a new stage begins; by default, stages have about equal parameters.
+        stages_per_rank: the number of stages on each rank; by default 2 if interleaved, else 1.
+        example_inputs: the model's positional inputs for one micro-batch, for a forward that depends on values:
             it is traced with them (by torch.export), and its batches have this shape.
-        reshard_between_parts: with ``dp_shard_size``, parameters are gathered for each part of a batch, as the FSDP
-            plugin says, instead of once for all: less memory, more traffic.
+        reshard_between_parts: with ``dp_shard_size``, gather parameters for each micro-batch, as the FSDP plugin
+            says, instead of once per batch: less memory, more communication.
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = option("1f1b", "In which order stages work.", choices=SCHEDULES)
@@ -97,10 +98,10 @@ class TorchTensorParallelConfig(TensorParallelOptions):
     """The options of tensor parallelism through torch.
 
     Args:
-        enable_async_tp: compiled layers overlap communication with their products, on devices where torch can.
-        plan: for models without a ``tp_plan`` of their own, or in its place: patterns of module names (``*`` stands for
-            one part of a name) -> a style: "colwise", "rowwise", ... (``STYLES`` of
-            ``accelerate.parallel.tensor_parallel``), or an object of torch.distributed.tensor.parallel.
+        enable_async_tp: overlap communication with matrix products in compiled layers, on devices where torch can.
+        plan: patterns of module names (``*`` matches one part of a name) -> a style: "colwise", "rowwise", ...
+            (``STYLES`` of ``accelerate.parallel.tensor_parallel``), or an object of torch.distributed.tensor.parallel.
+            It replaces the model's own ``tp_plan``, if there is one.
     """
 
 
@@ -114,7 +115,7 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchContextParallelConfig(LaunchedOptions, ContextParallelOptions):
-    """The options of context parallelism: keys and values are exchanged by ``allgather`` or ``alltoall``."""
+    """The options of context parallelism: exchange keys and values by ``allgather`` or ``alltoall``."""
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "cp_comm_strategy")
@@ -125,8 +126,8 @@ class ExpertParallelConfig:
     """The options of expert parallelism: which modules hold experts.
 
     Args:
-        plan: patterns of the names of modules (``*`` stands for one part) that hold experts. Their parameters are
-            stacked, one row per expert, and they are called with tokens sorted by expert and the number of each:
+        plan: name patterns (``*`` matches one part) of the modules that hold experts. Their parameters are stacked,
+            one row per expert. They are called with tokens sorted by expert, and the number of tokens of each expert:
             ``experts(tokens, counts)``.
     """
 
@@ -135,7 +136,7 @@ class ExpertParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig(LaunchedOptions, SequenceParallelOptions):
-    """The options of DeepSpeed's sequence parallelism (Ulysses): how sequences are split, which attention is called."""
+    """The options of DeepSpeed's sequence parallelism (Ulysses): how to split sequences and which attention to call."""
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
@@ -165,14 +166,14 @@ _HANDLERS = {
 class ParallelismConfig(LaunchedOptions, ParallelismOptions):
     """The size of every axis of parallelism; their product is the number of processes.
 
-    ``dp_replicate`` copies the model, ``dp_shard`` shards it (FSDP), ``tp`` splits its matrices, ``cp``
-    and ``sp`` split its sequences (ring or all-gather attention; Ulysses), ``pp`` splits its layers into stages,
-    ``ep`` shards the experts of its layers.
+    ``dp_replicate`` replicates the model, ``dp_shard`` shards it (FSDP), ``tp`` shards its matrices, ``cp`` and ``sp``
+    shard its sequences (ring or all-gather attention; Ulysses), ``pp`` splits its layers into stages, ``ep`` shards the
+    experts of its layers.
     """
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         self.device_mesh: DeviceMesh | None = None
-        #: ``dp``, ``dp_shard_cp`` and ``dp_cp``, those that exist: newer torch wants its users to keep them.
+        #: The existing ones of ``dp``, ``dp_shard_cp`` and ``dp_cp``; newer torch requires its callers to keep them.
         self.flattened_meshes: dict[str, DeviceMesh] = {}
         self._check_sizes()
         canonicalize(self, "cp_backend", "sp_backend")
@@ -223,7 +224,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
         return json.dumps({field.name: _plain(getattr(self, field.name)) for field in fields(self)})
 
     def equation(self) -> str:
-        """Return all sizes and their product, as every error message shows them."""
+        """Return all sizes and their product, as error messages show them."""
         return equation({axis: getattr(self, f"{axis}_size") for axis in AXES})
 
     @property
@@ -242,12 +243,12 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The axes that split the data and not the model's work on a sample."""
+        """The axes that split the data, but not the computation of a sample."""
         return self._active("dp_replicate", "dp_shard", "ep")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The axes whose ranks work on the same samples."""
+        """The axes whose ranks share samples."""
         return self._active("tp", "cp", "sp", "pp")
 
     @property
@@ -262,32 +263,32 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
 
     @property
     def _own_sequence_axes(self) -> tuple[str, ...]:
-        """The sequence-parallel axis, unless DeepSpeed averages over its ranks itself."""
+        """The sequence-parallel axis; empty if DeepSpeed itself averages over its ranks."""
         return ("sp",) if self.sp_backend == "torch" else ()
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of the mesh that FSDP is given; the last is the flattened one it shards over."""
+        """The mesh axes for FSDP; the last one is flattened and shards parameters."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The axes of more than one process."""
+        """The axes with more than one process."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def total_size(self) -> int:
-        """The number of processes that this configuration fits."""
+        """The number of processes in this configuration."""
         return math.prod(self._sizes.values())
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of processes that work on one sample together."""
+        """The number of processes that share one sample."""
         return self.tp_size * self.cp_size * self.sp_size * self.pp_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of different slices of the data."""
+        """The number of different parts of the data."""
         return self.dp_replicate_size * self.dp_shard_size * self.ep_size
 
     @property
@@ -330,10 +331,10 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
         return self.sp_enabled and self.sp_backend == "deepspeed"
 
     def mesh(self, world: World) -> Mesh:
-        """Return the mesh of the ranks of ``world``; process groups are made when they are first needed.
+        """Return the mesh of the ranks of ``world``; process groups are created when they are first used.
 
         Raises:
-            SettingError: the sizes don't multiply to the size of ``world``.
+            SettingError: the product of the sizes isn't the size of ``world``.
         """
         if self._leaves_mesh_to_deepspeed:
             return Mesh.of(world)
@@ -347,7 +348,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Build the mesh over all processes, and its flattened axes ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
-        None when no axis is active, and with DeepSpeed's sequence parallelism, which makes its own groups.
+        Return None if no axis is active, and with DeepSpeed's sequence parallelism, which creates its own groups.
         """
         names, sizes = self._get_mesh()
         mesh = None if self._leaves_mesh_to_deepspeed else build(device_type, names, sizes)
@@ -363,7 +364,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh that was built, or build one now for ``device_type``."""
+        """Return the existing mesh, or build one for ``device_type``."""
         if self.device_mesh is None:
             if device_type is None:
                 raise SettingError("You need to pass a device_type, e.g. 'cpu', to build the device mesh.")
@@ -375,17 +376,17 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
         return self.device_mesh
 
     def _validate_accelerator(self, accelerator: _Accelerated) -> None:
-        """Check that the sizes fit the processes of ``accelerator`` and its strategy."""
+        """Check that the sizes fit the processes and the strategy of ``accelerator``."""
         self.fit(accelerator.num_processes, getattr(accelerator.state, "fsdp_plugin", None))
 
     def fit(self, processes: int, fsdp: FsdpOptions | None) -> None:
-        """Check that the sizes fit a number of processes and the FSDP plugin; sizes of 1 become plain replication.
+        """Check that the sizes fit the number of processes and the FSDP plugin; if all are 1, use plain replication.
 
         Raises:
-            SettingError: another product, or axes that FSDP can't shard over.
+            SettingError: the product is another number, or FSDP can't shard over the axes.
         """
         if self.total_size == 1 and processes > 1:
-            # Nothing was asked for: plain replication.
+            # All sizes are defaults: use plain replication.
             self._set_size("dp_replicate", processes)
         if self._leaves_mesh_to_deepspeed and processes % self.sp_size:
             raise SettingError(

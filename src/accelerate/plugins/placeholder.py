@@ -1,4 +1,4 @@
-"""The base of placeholders for objects made by an engine."""
+"""The base of placeholders for objects that an engine creates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class Placeholder:
-    """An argument of ``prepare`` that its engine replaces; every other strategy refuses it."""
+    """An argument of ``prepare`` that its engine replaces; every other strategy raises."""
 
     #: The role in ``prepare``, a value of `parallel.base.Role`.
     role: ClassVar[str]

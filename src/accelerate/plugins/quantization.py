@@ -20,10 +20,10 @@ class TorchAoQuantizationConfig:
     """The torchao format of the linear layers, and the modules that stay in full precision.
 
     Args:
-        config: one of torchao's, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
-        torch_dtype: of what isn't quantised; left out, as the model has it.
-        skip_modules: names that stay as they are; left out, the head and what is tied to it.
-        keep_in_fp32_modules: names that are in fp32.
+        config: a config of torchao, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
+        torch_dtype: the dtype of the other parameters; None keeps the model's.
+        skip_modules: names of modules to keep unchanged; by default, the head and the modules tied to it.
+        keep_in_fp32_modules: names of modules to keep in fp32.
     """
 
     config: Any
@@ -38,7 +38,7 @@ class TorchAoQuantizationConfig:
                 f"TorchAoQuantizationConfig(config={self.config!r}): one of torchao.quantization's is needed, such as "
                 "Int8WeightOnlyConfig()."
             )
-        #: The dtype that a device map counts weights with.
+        #: The dtype of the weights for the sizes in a device map.
         self.target_dtype: torch.dtype | CustomDtype = torch.int8
         if "Int4" in type(self.config).__name__:
             self.target_dtype = CustomDtype.INT4
@@ -48,8 +48,8 @@ class TorchAoQuantizationConfig:
 class BnbQuantizationConfig(BnbOptions):
     """The bitsandbytes format of the linear layers, and the modules that stay in full precision.
 
-    After construction ``bnb_4bit_compute_dtype`` and ``torch_dtype`` are torch dtypes and ``target_dtype``
-    is the element type of the stored weights.
+    The constructor converts ``bnb_4bit_compute_dtype`` and ``torch_dtype`` to torch dtypes; ``target_dtype`` is the
+    dtype of the stored weights.
     """
 
     def __post_init__(self) -> None:

@@ -18,10 +18,10 @@ SavePolicy: TypeAlias = Callable[..., Any]
 class ActivationCheckpointing(RecomputeOptions, KwargsHandler):
     """Activation checkpointing: the modules to recompute in the backward pass, and the results to keep.
 
-    ``modules`` is a regular expression for whole module names, or a list of modules, classes and class names; None
-    chooses FSDP's wrap units, or the blocks that the model repeats. ``save_ops`` lists operators whose results are
-    kept: "mm", "sdpa", "conv", names like "aten.mm", operators; or it is a policy function as torch's
-    ``create_selective_checkpoint_contexts`` takes it.
+    ``modules`` is a regular expression for full module names, or a list of modules, classes and class names; None
+    chooses FSDP's wrap units, or the repeated blocks of the model. ``save_ops`` lists operators whose results are kept
+    ("mm", "sdpa", "conv", names like "aten.mm", or operators), or is a policy function for torch's
+    ``create_selective_checkpoint_contexts``.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Precisions: the number format in which a model computes. One file per kind; :func:`choose` picks."""
+"""Precisions: the dtypes in which a model computes. One file per kind; :func:`choose` picks one."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Autocasting(Precision, ABC):
-    """A precision with forward passes under autocast in ``dtype``, and outputs in the handler's ``output_dtype``.
+    """The base of precisions that run forwards under autocast in ``dtype`` and cast outputs to ``output_dtype``.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
-        device_type: where autocast acts (``"cuda"``, ``"cpu"``, ...).
+        device_type: the device type for autocast (``"cuda"``, ``"cpu"``, ...).
         scaler: the gradient scaler (fp16), or None.
-        handler: AutocastKwargs; its ``output_dtype=None`` leaves outputs in the compute dtype.
+        handler: AutocastKwargs; with ``output_dtype=None``, outputs stay in the compute dtype.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Autocasting(Precision, ABC):
         self.is_autocast = True
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        """Enter a context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
+        """Enter a context in which operations run in half precision, as ``handler`` or the constructor's says."""
         if not self.is_autocast:
             return nullcontext()
         chosen = handler or self.handler
         if chosen is None:
             return torch.autocast(self._device_type, dtype=self._dtype)
-        # Disabled is a context too: inside another autocast block it gives full precision back.
+        # Also enter a disabled autocast: inside another autocast block it restores full precision.
         return torch.autocast(
             self._device_type, dtype=self._dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
         )
 
     def patch_forward(self, model: torch.nn.Module) -> None:
-        """Run ``model.forward`` under autocast; convert half-precision outputs to float32 unless asked otherwise."""
+        """Run ``model.forward`` under autocast; cast half-precision outputs to float32 by default."""
         if not self.is_autocast or _is_patched(model):
             return
         original = model.forward
@@ -69,13 +69,13 @@ class Autocasting(Precision, ABC):
         model.forward = _autocast_forward(model, original, self.autocast, convert_to_fp32 if converts else None)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
-        """Give ``model`` its original forward back."""
+        """Restore the original forward of ``model``."""
         restore_forward(model)
 
 
 @final
 class AutocastPrecision(Autocasting):
-    """The precision ``"fp16"`` or ``"bf16"`` (``label``), by autocast."""
+    """The precision ``"fp16"`` or ``"bf16"`` (``label``), with autocast."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AutocastPrecision(Autocasting):
 
     @property
     def label(self) -> str:
-        """fp16 or bf16."""
+        """The name: fp16 or bf16."""
         return self._label
 
 
@@ -114,13 +114,13 @@ def _autocast_forward(
             outputs = function(*args, **kwargs)
         return outputs if convert is None else convert(outputs)
 
-    # A method stays one, so that a deep copy of the model runs the copy's own forward, a pickled model comes back
-    # with its class's, and the signature that libraries read is the user's.
+    # Keep it a method, so that a deep copy of the model runs its own forward, a pickled model is loaded with its
+    # class's forward, and libraries read the user's signature.
     return MethodType(forward, model) if is_method else forward
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Give ``model`` the forward back that it had before it was patched."""
+    """Restore the forward that ``model`` had before it was patched."""
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return
@@ -137,16 +137,16 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @final
 class TruePrecision(Precision):
-    """A precision with parameters, buffers, gradients and optimizer states in ``dtype``, and no copy in another.
+    """A precision with parameters, buffers, gradients and optimizer states in ``dtype``, without a float32 copy.
 
-    Floating-point inputs are made ``dtype``; half-precision outputs are float32, unless the handler's
+    Floating-point inputs are cast to ``dtype``; half-precision outputs are cast to float32, unless the handler's
     ``output_dtype`` is None.
 
     Args:
-        handler: AutocastKwargs, of which ``output_dtype`` counts.
+        handler: AutocastKwargs; only ``output_dtype`` is used.
 
     Raises:
-        SettingError: no floating-point dtype, or one that the device doesn't compute in.
+        SettingError: ``dtype`` isn't a floating-point dtype, or the device doesn't support it.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str, handler: AutocastKwargs | None = None) -> None:
@@ -163,15 +163,15 @@ class TruePrecision(Precision):
 
     @property
     def label(self) -> str:
-        """no: nothing is mixed."""
+        """The name: no, because precision isn't mixed."""
         return "no"
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the floating-point tensors of ``model`` to the dtype; the parameters stay the same objects."""
+        """Cast the floating-point tensors of ``model`` to the dtype; the parameters stay the same objects."""
         return model.to(self.dtype)
 
     def patch_forward(self, model: torch.nn.Module) -> None:
-        """Make ``model.forward`` take inputs of any floating-point dtype."""
+        """Make ``model.forward`` accept inputs of any floating-point dtype."""
         if "_original_forward" in model.__dict__:
             return
         original = model.forward
@@ -180,7 +180,7 @@ class TruePrecision(Precision):
         model.forward = _forward_in(self.dtype, model, original, None if keeps else convert_to_fp32)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
-        """Give ``model`` its original forward back; its parameters stay in the dtype."""
+        """Restore the original forward of ``model``; its parameters keep the dtype."""
         restore_forward(model)
 
 

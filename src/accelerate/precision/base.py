@@ -1,4 +1,4 @@
-"""The base class of precisions: the hooks in which one may act."""
+"""The base class of precisions: hooks that a precision may override."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ T = TypeVar("T")
 
 
 class Precision(ABC):
-    """The number format in which a model computes. Every hook is a no-op unless the precision overrides it."""
+    """The dtypes in which a model computes. Every hook does nothing unless a precision overrides it."""
 
-    #: The gradient scaler, where the precision needs one; callers may assign another.
+    #: The gradient scaler, if the precision needs one; callers may assign another.
     scaler: torch.amp.GradScaler | None = None
     #: Whether forward passes run under autocast; callers may switch it off.
     is_autocast: bool = False
-    #: The AutocastKwargs, where there are any.
+    #: The AutocastKwargs, if given.
     handler: AutocastKwargs | None = None
 
-    #: Which modules were converted, one report for each model that was; a precision that converts has its own list.
+    #: One report for each converted model; a precision that converts has its own list.
     reports: Sequence[ConversionReport] = ()
-    #: The package that converts, in the word of the interface (AO, TE).
+    #: The package that converts, by its name in the interface (AO, TE).
     backend: str | None = None
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """The word of the interface: no, fp16, bf16, fp8."""
+        """The name in the interface: no, fp16, bf16, fp8."""
 
     def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise if the new models and optimizers of one ``prepare`` can't be converted without one another."""
+        """Raise if the new models and optimizers of one ``prepare`` call have to be converted together and aren't."""
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the modules or weights of ``model`` as the precision needs; called first in ``place``."""
+        """Convert the modules or weights of ``model`` for this precision; called first in ``place``."""
         return model
 
     def patch_forward(self, model: torch.nn.Module) -> None:
         """Make ``model.forward`` compute in this precision."""
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """Make the forward of ``model``, a wrapped model (DDP, FSDP), compute in this precision."""
+        """Make the forward of a wrapped ``model`` (DDP, FSDP) compute in this precision."""
 
     def restore_forward(self, model: torch.nn.Module) -> None:
         """Undo :meth:`patch_forward`."""
 
     def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Register what has to happen at each update of prepared ``models``; called last in ``prepare``."""
+        """Register the work at each update of prepared ``models``; called last in ``prepare``."""
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Enter a context in which operations run in this precision."""
@@ -70,18 +70,18 @@ class Precision(ABC):
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
-        # GradScaler raises on a second unscale_; a loop that clips twice, or clips two models, is no mistake.
+        # GradScaler raises on a second unscale_, but a loop may clip twice, or clip two models.
         if has_scaled_gradients(scaler, optimizer):
             scaler.unscale_(optimizer)
 
 
 @final
 class FullPrecision(Precision):
-    """The precision of a model that computes in its own dtypes."""
+    """The precision of a model that computes in the dtypes of its parameters."""
 
     @property
     def label(self) -> str:
-        """no."""
+        """The name: no."""
         return "no"
 
 
@@ -124,7 +124,7 @@ def convert_outputs_to_fp32(model_forward: Callable[P, T]) -> Callable[P, T]:
 @final
 @dataclass(frozen=True)
 class ConvertedModule:
-    """One module of a conversion: its name, its class before and after, and why it was kept, if it was."""
+    """One module of a conversion: its name, its class before and after, and the reason if it was kept."""
 
     name: str
     kind: str
@@ -133,14 +133,14 @@ class ConvertedModule:
 
     @property
     def is_converted(self) -> bool:
-        """Whether it computes in the low precision now."""
+        """Whether the module now computes in the low precision."""
         return not self.reason
 
 
 @final
 @dataclass(frozen=True)
 class ConversionReport:
-    """The modules of one converted model, in its own order. As text: a table, and how many were converted.
+    """The modules of one converted model in their order. Its text is a table with a summary.
 
     Args:
         model: the class of the model.
@@ -158,12 +158,12 @@ class ConversionReport:
 
     @property
     def kept(self) -> tuple[ConvertedModule, ...]:
-        """The modules that compute as before, each with its reason."""
+        """The modules that weren't converted, each with its reason."""
         return tuple(module for module in self.modules if not module.is_converted)
 
     @property
     def summary(self) -> str:
-        """One line: how many modules were converted, and why layers that could have been were not."""
+        """The number of converted modules, and why convertible layers were kept, in one line."""
         reasons = Counter(module.reason for module in self.kept if module.reason not in (OTHER_KIND, HOLDS_OTHERS))
         kept = "; ".join(f"{count} kept: {reason}" for reason, count in reasons.items())
         line = f"{self.backend}: {len(self.converted)} of {len(self.modules)} modules of {self.model} converted"
@@ -190,15 +190,15 @@ def report_conversion(
     why_not: Callable[[str, torch.nn.Module], str],
     is_converted: Callable[[torch.nn.Module], bool],
 ) -> tuple[torch.nn.Module, ConversionReport]:
-    """Return ``convert(model)`` and a report of all its modules, from a comparison of before and after.
+    """Return ``convert(model)`` and a report that compares all modules before and after.
 
     Args:
-        why_not: why a module of that name isn't converted; called before the conversion.
-        is_converted: whether a module is one that the backend makes.
+        why_not: returns why the module of that name isn't converted; called before the conversion.
+        is_converted: returns whether a module is one of the backend's.
     """
     before = dict(model.named_modules())
     kinds = {name: type(module).__name__ for name, module in before.items()}
-    # Asked before: converting changes modules in place, and what a reason looks at with them.
+    # Ask before converting, which changes modules in place and so the answers.
     reasons = {name: why_not(name, module) for name, module in before.items()}
     model = convert(model)
     modules = tuple(_module_reports(model, kinds, reasons, is_converted))

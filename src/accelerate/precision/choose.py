@@ -31,10 +31,10 @@ def choose(
     """Return the precision for ``label`` (no, fp16, bf16, fp8) on ``device_type``.
 
     Args:
-        shards_over: the processes over which gradients are sharded; None where each has whole gradients.
-        fp8: the backend and recipes of fp8; without them nothing is converted, and only the rest computes in bf16.
-        parameter_dtype: what prepared models are made of, parameters and all; it excludes mixed precision.
-        has_bf16: whether the device computes in bfloat16, where the caller knows better than its row in the table.
+        shards_over: the processes over which gradients are sharded; None if every process has whole gradients.
+        fp8: the backend and recipes of fp8; without them no layer is converted, and the model computes in bf16.
+        parameter_dtype: the dtype of all parameters and buffers of prepared models, instead of mixed precision.
+        has_bf16: whether the device computes in bfloat16; it overrides the table of devices.
 
     Raises:
         SettingError: the device can't compute in that precision.
@@ -62,10 +62,10 @@ def choose(
 
 
 def _fp8(request: Fp8Request, device_type: str, handler: AutocastKwargs | None) -> Precision:
-    """Return the fp8 precision that ``request`` asks for, on ``device_type``.
+    """Return the fp8 precision for ``request`` on ``device_type``.
 
     Raises:
-        SettingError: the backend doesn't compute on this device.
+        SettingError: the backend doesn't support this device.
         NotBuilt: the backend is MS-AMP.
         MissingDependency: the backend isn't installed.
     """
@@ -95,14 +95,14 @@ def _sharded(world: World, kwargs: dict[str, object]) -> torch.amp.GradScaler:
 
 
 def make_scaler(device_type: str, **kwargs: Any) -> torch.amp.GradScaler:
-    """Make a gradient scaler for ``device_type``; the CPU has a real one."""
+    """Return a new gradient scaler for ``device_type``, also for the CPU."""
     return torch.amp.GradScaler(device_type, **kwargs)
 
 
 def scaler_of_shards(scaler: torch.amp.GradScaler | None, world: World) -> torch.amp.GradScaler | None:
-    """Return a scaler like ``scaler`` for gradients in shards, one overflow of which skips the step of all ranks.
+    """Return a scaler like ``scaler`` for sharded gradients: an overflow on one rank skips the step on all.
 
-    One of another class than torch's own stays.
+    A scaler of another class than torch's is returned unchanged.
     """
     if type(scaler) is not torch.amp.GradScaler or world.backend is None:
         return scaler
@@ -117,7 +117,7 @@ def scaler_of_shards(scaler: torch.amp.GradScaler | None, world: World) -> torch
 
 
 def get_grad_scaler(distributed_type: object = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Make a gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
+    """Return a new gradient scaler for this process's device (FSDP1's sharded one if ``distributed_type`` is FSDP)."""
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

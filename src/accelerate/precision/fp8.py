@@ -38,10 +38,10 @@ class Fp8Request:
     """The user's settings for fp8.
 
     Args:
-        backend: AO, TE, or NO for the first one that is installed; ``source`` says where that came from.
-        recipes: the recipe of the constructor by backend, where one was given.
-        functions: looks up the functions that convert, by name.
-        gathers: whether parameters are gathered for each use, by ``fully_shard``.
+        backend: AO, TE, or NO for the first one that is installed; ``source`` says where it was set.
+        recipes: the recipes given to the constructor, by backend.
+        functions: returns a conversion function by name.
+        gathers: whether ``fully_shard`` gathers parameters for each use.
     """
 
     backend: str
@@ -52,12 +52,12 @@ class Fp8Request:
 
 
 def choose_backend(request: Fp8Request) -> str:
-    """Return AO or TE: the given recipe's backend, else the requested one, else the first installed.
+    """Return AO or TE: the given recipe's backend, else the requested one, else the first installed one.
 
     Raises:
-        SettingError: recipes for two backends.
-        NotBuilt: MS-AMP was asked for.
-        MissingDependency: the backend isn't installed, or none is.
+        SettingError: recipes for two backends were given.
+        NotBuilt: MS-AMP was requested.
+        MissingDependency: the requested backend isn't installed, or none is.
     """
     if len(request.recipes) > 1:
         raise SettingError(
@@ -85,14 +85,12 @@ def choose_backend(request: Fp8Request) -> str:
 
 
 def package_of(backend: str) -> str:
-    """Return the package of a backend."""
+    """Return the package name of a backend."""
     return next(package for word, package, _ in _BACKENDS if word == backend)
 
 
 class Fp8Precision(Autocasting, ABC):
-    """A precision with some layers in fp8, everything else under autocast in bf16; it keeps a report of every
-    conversion.
-    """
+    """A precision with some layers in fp8 and everything else under autocast in bf16; it reports every conversion."""
 
     def __init__(
         self, device_type: str, scaler: torch.amp.GradScaler | None = None, handler: AutocastKwargs | None = None
@@ -102,13 +100,13 @@ class Fp8Precision(Autocasting, ABC):
 
     @property
     def label(self) -> str:
-        """fp8."""
+        """The name: fp8."""
         return "fp8"
 
     def record(self, report: ConversionReport) -> None:
         """Keep ``report``, and log on the main process which modules were converted.
 
-        Aloud where layers stayed for their size, or all of them.
+        The log is a warning if layers were kept because of their size, or if none was converted.
         """
         self.reports = [*self.reports, report]
         log = logger.info if report.converted and not _has_surprise(report) else logger.warning

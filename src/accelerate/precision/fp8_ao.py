@@ -1,4 +1,4 @@
-"""fp8 by torchao: linear layers whose matrix products are computed in 8-bit floats, scaled as they go."""
+"""fp8 by torchao: linear layers that multiply matrices in dynamically scaled 8-bit floats."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ if TYPE_CHECKING:
     from ..plugins.fp8 import AORecipeKwargs
     from ..plugins.handlers import AutocastKwargs
 
-#: The products of 8-bit matrices come in blocks of this size.
+#: The sizes of 8-bit matrices have to be multiples of this.
 MULTIPLE = 16
 
 ModuleFilter = Callable[[torch.nn.Module, str], bool]
 
 
 def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of ``model``; None where it has none."""
+    """Return the names of the first and the last linear layer of ``model``; None if it has none."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Return whether ``module``, called ``fqn``, is a linear layer that torchao converts and none of
-    ``layers_to_filter``.
-    """
+    """Return whether torchao can convert the module ``fqn``, a linear layer that isn't in ``layers_to_filter``."""
     return not why_kept(fqn, module, layers_to_filter)
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """Return whether to convert layer ``fqn`` of the model ``module``: all linear layers but the first and last."""
+    """Return whether layer ``fqn`` of the model ``module`` is a linear layer but not the first or last."""
     return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
 
 
 def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str | None]) -> str:
-    """Return why torchao doesn't convert ``module``; empty where it does."""
+    """Return why torchao doesn't convert ``module``; empty if it does."""
     if not isinstance(module, torch.nn.Linear):
         return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND
     if name in layers_to_filter:
@@ -59,7 +57,7 @@ def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str 
 def convert_model_to_fp8_ao(
     model: torch.nn.Module, config: object = None, module_filter_func: ModuleFilter | None = None
 ) -> torch.nn.Module:
-    """Replace linear layers of ``model`` by ones that compute in fp8.
+    """Replace linear layers of ``model`` by layers that compute in fp8.
 
     Args:
         config: a ``torchao.float8.Float8LinearConfig``.
@@ -86,12 +84,12 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 @final
 class AoPrecision(Fp8Precision):
-    """The precision fp8 by torchao's linear layers; everything else runs under autocast in bf16.
+    """The precision fp8 with torchao's linear layers; everything else runs under autocast in bf16.
 
     Args:
         recipe: AORecipeKwargs.
-        gathers: whether parameters are gathered for each use (``fully_shard``), which can then be done in fp8.
-        functions: where the conversion is looked up at every use, because libraries on top replace it.
+        gathers: whether ``fully_shard`` gathers parameters for each use; it can then gather them in fp8.
+        functions: returns the conversion at every use, because libraries on top replace it.
     """
 
     backend: str | None = "AO"
@@ -108,22 +106,22 @@ class AoPrecision(Fp8Precision):
         super().__init__(device_type, handler=handler)
         config: Any = recipe.config
         if config.enable_fsdp_float8_all_gather and not gathers:
-            # Without shards it would only make weights a class of tensor that replicas can't broadcast.
+            # Without shards it would only turn weights into a tensor subclass that DDP can't broadcast.
             config = replace(config, enable_fsdp_float8_all_gather=False)
         self.config: Any = config
         self._filter: ModuleFilter | None = recipe.module_filter_func
         self._functions = functions
 
     def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise if linear layers that would be converted are sharded already."""
+        """Raise if linear layers to convert are already sharded."""
         for model in models:
             self._refuse_sharded(model)
 
     def _refuse_sharded(self, model: torch.nn.Module) -> None:
-        """Raise if a layer to convert is sharded: its gathering would stay with the replaced layer.
+        """Raise if a layer to convert is sharded: conversion would replace the layer that FSDP gathers.
 
         Raises:
-            PreparationError: the first of these layers.
+            PreparationError: names the first of these layers.
         """
         if has_ao_layers(model):
             return
@@ -139,7 +137,7 @@ class AoPrecision(Fp8Precision):
                 )
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Replace linear layers of ``model`` by Float8Linear, unless it has some already."""
+        """Replace linear layers of ``model`` by Float8Linear, unless it already has some."""
         if has_ao_layers(model):
             return model
         self._refuse_sharded(model)
@@ -159,7 +157,7 @@ class AoPrecision(Fp8Precision):
         return "left out by module_filter_func"
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """Gather sharded parameters as bytes where the backend can't send 8-bit floats (gloo)."""
+        """Gather sharded parameters as bytes if the backend can't send 8-bit floats (gloo)."""
         if not self.config.enable_fsdp_float8_all_gather or self._device_type != torch.device("cpu").type:
             return
         for module in model.modules():
@@ -168,7 +166,7 @@ class AoPrecision(Fp8Precision):
                 choose(_ByteGather())
 
     def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Compute the scales of all sharded weights at once after each update, not layer by layer in the forward."""
+        """Compute the scales of all sharded weights together after each update, instead of one by one in forward."""
         if not self.config.enable_fsdp_float8_all_gather:
             return
         for model in models:
@@ -189,9 +187,7 @@ class _ByteGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """All-gather ``input_tensor`` of all ranks into ``output_tensor`` (with ``async_op``, return the work to wait
-        for).
-        """
+        """All-gather ``input_tensor`` into ``output_tensor``; with ``async_op``, return the work to wait for."""
         return all_gather_single(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op)
 
 

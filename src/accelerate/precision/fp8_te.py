@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: its own layers in place of torch's, and a context that scales their operands."""
+"""fp8 by Transformer Engine: its layers instead of torch's, and a context that scales their operands."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PACKAGES = (
     ("transformer_engine.pytorch", "transformer_engine.common.recipe"),
     ("intel_transformer_engine", "intel_transformer_engine.recipe"),
 )
-#: The products of 8-bit matrices come in blocks of this size.
+#: The sizes of 8-bit matrices have to be multiples of this.
 MULTIPLE = 16
 
 
 def _engine() -> tuple[ModuleType, ModuleType]:
-    """Return the module of the layers, and that of the recipes.
+    """Return the package's modules with the layers and with the recipes.
 
     Raises:
         MissingDependency: Transformer Engine isn't installed, or can't be imported.
@@ -49,9 +49,9 @@ def _engine() -> tuple[ModuleType, ModuleType]:
 def convert_model(
     model: torch.nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace the layers inside ``model`` by Transformer Engine's with the same weights; or back by torch's.
+    """Replace the layers in ``model`` by Transformer Engine's with the same weights, or back by torch's.
 
-    Linear layers whose sizes aren't multiples of 16 stay, and so do layers that share a weight.
+    Linear layers whose sizes aren't multiples of 16 are kept, and so are layers that share a weight.
     """
     layers, _ = _engine()
     shared = _shared(model)
@@ -69,7 +69,7 @@ def convert_model(
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters that ``model`` has in several places: a copy would no longer be tied."""
+    """Return the ids of the parameters that ``model`` has in several places; copies would no longer be tied."""
     counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {key for key, count in counts.items() if count > 1}
 
@@ -77,7 +77,7 @@ def _shared(model: torch.nn.Module) -> set[int]:
 def _replacement(
     module: torch.nn.Module, layers: ModuleType, forth: bool, convert_linear: bool, convert_norm: bool
 ) -> torch.nn.Module | None:
-    """Return a new layer of the other package on the same device, in the same dtype; None for one that stays."""
+    """Return a new layer of the other package on the same device and in the same dtype; None to keep it."""
     linear, other_linear = (torch.nn.Linear, layers.Linear) if forth else (layers.Linear, torch.nn.Linear)
     norm, other_norm = (torch.nn.LayerNorm, layers.LayerNorm) if forth else (layers.LayerNorm, torch.nn.LayerNorm)
     found: Any = module  # two packages' layers with the same attributes
@@ -119,7 +119,7 @@ def _why_stays(shared: set[int], name: str, module: torch.nn.Module) -> str:
 
 
 def has_transformer_engine_layers(model: torch.nn.Module) -> bool:
-    """Return whether some layer of ``model`` is Transformer Engine's.
+    """Return whether ``model`` has layers of Transformer Engine.
 
     Raises:
         MissingDependency: Transformer Engine isn't installed.
@@ -136,7 +136,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., object], fp8_recipe: object, use_during_eval: bool = False
 ) -> Callable[..., object]:
-    """Wrap ``model_forward`` to run in fp8 while its model trains; with ``use_during_eval``, in evaluation too."""
+    """Wrap ``model_forward`` to run in fp8 in training; with ``use_during_eval``, in evaluation too."""
     layers, _ = _engine()
     is_method = isinstance(model_forward, MethodType)
     function = model_forward.__func__ if is_method else model_forward
@@ -148,7 +148,7 @@ def contextual_fp8_autocast(
             return function(*args, **kwargs)
 
     forward.__dict__["_is_fp8"] = True
-    # A method stays one, so that a deep copy of the model runs the copy's own forward.
+    # Keep it a method, so that a deep copy of the model runs its own forward.
     return MethodType(forward, model_forward.__self__) if is_method else forward
 
 
@@ -158,7 +158,7 @@ def apply_fp8_autowrap(
     """Make the forward of ``model`` run in fp8 as TERecipeKwargs say.
 
     Raises:
-        SettingError: block scaling on hardware without it, or with options that only delayed scaling has.
+        SettingError: block scaling is set on hardware without it, or with options of delayed scaling.
     """
     recipe, during_eval = _recipe(fp8_recipe_handler)
     model.forward = contextual_fp8_autocast(model.forward, recipe, during_eval)
@@ -166,7 +166,7 @@ def apply_fp8_autowrap(
 
 
 def _recipe(handler: TERecipeKwargs | FP8RecipeKwargs | None) -> tuple[object, bool]:
-    """Return the package's recipe, and whether it holds in evaluation too."""
+    """Return the package's recipe, and whether it also applies in evaluation."""
     if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which was MS-AMP's too
         handler = TERecipeKwargs(**{option.name: getattr(handler, option.name) for option in options_of(TeOptions)})
     options = {} if handler is None else dict(handler.to_kwargs())
@@ -191,7 +191,7 @@ def _recipe(handler: TERecipeKwargs | FP8RecipeKwargs | None) -> tuple[object, b
 
 
 def _built(kind: Callable[..., object], options: dict[str, object]) -> object:
-    """Make the recipe, after a check that this version of the package knows all options."""
+    """Return the recipe, after a check that the installed version of the package knows all options."""
     known = inspect.signature(kind).parameters
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -204,11 +204,11 @@ def _built(kind: Callable[..., object], options: dict[str, object]) -> object:
 
 @final
 class TePrecision(Fp8Precision):
-    """The precision fp8 by Transformer Engine's layers; everything else runs under autocast in bf16.
+    """The precision fp8 with Transformer Engine's layers; everything else runs under autocast in bf16.
 
     Args:
         recipe: TERecipeKwargs, or the deprecated FP8RecipeKwargs.
-        functions: where the conversions are looked up at every use, because libraries on top replace them.
+        functions: returns a conversion at every use, because libraries on top replace them.
     """
 
     backend: str | None = "TE"
@@ -227,7 +227,7 @@ class TePrecision(Fp8Precision):
         self._functions = functions
 
     def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise unless models that train come with an optimizer: the layers get new parameters."""
+        """Raise unless models to train come with an optimizer, because converted layers get new parameters."""
         fresh = [model for model in models if not has_transformer_engine_layers(model)]
         training = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
         if training != bool(optimizers) and (fresh or not models):
@@ -239,7 +239,7 @@ class TePrecision(Fp8Precision):
             )
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Replace layers of ``model`` by Transformer Engine's, unless it has some already."""
+        """Replace layers of ``model`` by Transformer Engine's, unless it already has some."""
         if has_transformer_engine_layers(model):
             return model
         convert = partial(_converted_in_place, self._functions("convert_model"))
@@ -249,7 +249,7 @@ class TePrecision(Fp8Precision):
         return model
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """Run the outermost forward, also that of DDP and FSDP, in Transformer Engine's context."""
+        """Run the outermost forward, also of DDP and FSDP, in Transformer Engine's context."""
         if not getattr(model.forward, "_is_fp8", False):
             self._functions("apply_fp8_autowrap")(model, self._recipe)
 

@@ -1,4 +1,4 @@
-"""Loss scaling of sharded gradients: an overflow on one rank is one on all."""
+"""Loss scaling of sharded gradients: an overflow on one rank counts on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..torch_private.modules import unscale_each
 
 @final
 class ShardedScaler(torch.amp.GradScaler):
-    """A gradient scaler that unscales each rank's own shards, and steps or skips on all ranks alike."""
+    """A gradient scaler that unscales each rank's shards, and makes all ranks step or skip together."""
 
     def __init__(self, world: World, **kwargs: Any) -> None:
         super().__init__(world.device.type, **kwargs)
