@@ -1,12 +1,12 @@
 """Hooks around a module's forward: they load weights, move inputs, and offload weights again.
 
-- `base`: the interface of a hook, and how one is put around a forward; `align`: weights and inputs on one device, and
-  access to offloaded weights.
-- `attach`: hooks for a whole model, and layer-wise casting; `cpu_offload`: whole models that are moved in turn;
-  `attention`: models whose sequences are sharded over ranks.
+- `base`: the interface of a hook, and how to put one around a forward; `align`: move weights and inputs to one device,
+and access offloaded weights.
+- `attach`: hooks for a whole model, and layer-wise casting; `cpu_offload`: move whole models in turn; `attention`:
+models with sequences sharded over ranks.
 
-Libraries find the classes in this module by name, and rebuild a hook from the attributes that are named like
-parameters of its constructor.
+Libraries look up the classes in this module by name, and rebuild a hook from its attributes, which have the names of
+its constructor's parameters.
 """
 
 from __future__ import annotations

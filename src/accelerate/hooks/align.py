@@ -1,4 +1,4 @@
-"""The hook that puts the weights and inputs of a module on one device while it runs. Internal."""
+"""The hook that moves the weights and inputs of a module to one device while it runs. Internal."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NEVER_MOVE: Final = frozenset({type(None), bool, int, float, str, torch.dtype, 
 
 
 def _all_on_device(items: Iterable[Any], device: torch.device) -> bool:
-    """Return whether all of ``items`` is on ``device`` already, or never moves."""
-    # A loop and exact types first, because this runs before every module of a dispatched model: to ask anything else
-    # whether it is a tensor takes longer than all the rest.
+    """Return whether all of ``items`` are on ``device`` already, or can't be moved."""
+    # Check exact types first, because this runs before every module of a dispatched model, and asking other objects
+    # whether they are tensors takes longer than the rest.
     for item in items:
         kind = type(item)
         if kind is torch.Tensor:
@@ -56,7 +56,7 @@ def _all_on_device(items: Iterable[Any], device: torch.device) -> bool:
 
 
 def to_device(data: Any, device: Device | None, skip_keys: str | list[str] | None = None) -> Any:
-    """Return ``data`` with its tensors on ``device``; the same object where they are there already."""
+    """Return ``data`` with its tensors on ``device``; the same object if they are there already."""
     if device is None:
         return data
     target = device if isinstance(device, torch.device) else _as_device(device)
@@ -69,14 +69,14 @@ class AlignDevicesHook(ModelHook):
     """A hook that runs a module on ``execution_device``: it moves the inputs and, with ``offload``, loads the weights.
 
     Args:
-        execution_device: where the module runs; None leaves inputs and weights where they are.
-        offload: the weights are loaded from ``weights_map`` before the forward, and dropped after it.
-        io_same_device: the output is moved to the device of the first input.
-        weights_map: the weights by name; without one, the module's own, kept in host memory.
-        offload_buffers: buffers are offloaded too.
-        place_submodules: the hook is for the module and all it holds, not only for its own tensors.
+        execution_device: the device on which the module runs; None moves neither inputs nor weights.
+        offload: load the weights from ``weights_map`` before the forward, and drop them after it.
+        io_same_device: move the output to the device of the first input.
+        weights_map: the weights by name; by default, the module's own, in host memory.
+        offload_buffers: offload buffers too.
+        place_submodules: apply the hook to all tensors inside the module, and not only to its own.
         skip_keys: names of arguments, and of entries in outputs, that never move.
-        tied_params_map: address of a tied weight -> device -> the one copy there.
+        tied_params_map: address of a tied weight -> device -> the shared copy on it.
     """
 
     runs_compiled = False
@@ -101,12 +101,12 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
-        #: Where each tensor was before the hook.
+        #: The device of each tensor before the hook.
         self.original_devices: dict[str, torch.device] = {}
         self.input_device: Device | None = None
-        #: (data pointer, device) of the shared copies that this hook made, and removes again.
+        #: (data pointer, device) of the shared copies that this hook created and has to remove.
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
-        #: The meta parameters and buffers that are in the module while the weights are offloaded.
+        #: The meta parameters and buffers in the module while the weights are offloaded.
         self._placeholders: dict[str, torch.Tensor] = {}
         #: The weights map, the loader that prefetches from it, and the names of the weights there.
         self._source: tuple[Any, OffloadedWeightsLoader | None, tuple[str, ...]] = (None, None, ())
@@ -118,9 +118,9 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the weights to the execution device, or with ``offload`` keep them in ``weights_map`` only."""
+        """Move the weights to the execution device; with ``offload``, keep them only in ``weights_map``."""
         if self.execution_device == META or self.execution_device == "meta":
-            self.tied_params_map = None  # nothing has an address there
+            self.tied_params_map = None  # meta tensors have no address
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in named_module_tensors(module, recurse=self.place_submodules):
@@ -210,7 +210,7 @@ class AlignDevicesHook(ModelHook):
             self._set_tensor(module, name, placeholder, value, device)
 
     def _prefetch_source(self, device: torch.device) -> tuple[OffloadedWeightsLoader | None, tuple[str, ...]]:
-        """Return the loader that prefetches these weights (None if it isn't worth it), and their names there."""
+        """Return the loader that prefetches these weights (None if that doesn't pay off), and their names in it."""
         weights = self.weights_map
         if self._source[0] is not weights:  # first use, or replaced by a library
             loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
@@ -233,7 +233,7 @@ class AlignDevicesHook(ModelHook):
             self.tied_pointers_to_remove.add((value.data_ptr(), device))
         if copies is None and type(placeholder) in (nn.Parameter, torch.Tensor) and value.shape == placeholder.shape:
             owner, own = _owner(module, name)
-            # To the host a copy has to be complete when it is used; elsewhere the device's own queue sees to that.
+            # A copy to the host must be complete before it is used; on other devices the stream orders copy and use.
             here = value.to(device=device, dtype=placeholder.dtype, non_blocking=device.type != CPU.name)
             if own in owner._parameters:
                 owner._parameters[own] = rebuild_parameter(placeholder, here)  # pyright: ignore[reportArgumentType]
@@ -254,7 +254,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        """Offload the weights again, and with ``io_same_device`` move the output to the device of the input."""
+        """Offload the weights again; with ``io_same_device``, move the output to the input's device."""
         if self.offload:
             for name, placeholder in self._placeholders.items():
                 owner, own = _owner(module, name)
@@ -276,7 +276,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put the weights back on the devices on which they were before the hook."""
+        """Move the weights back to the devices on which they were before the hook."""
         if not self.offload:
             return module
         for name, device in self.original_devices.items():
@@ -286,7 +286,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _value_to_restore(self, name: str) -> torch.Tensor:
-        """Return the weight for the module to keep: a view of a file is copied."""
+        """Return the weight to put back into the module; a view of a file is copied."""
         assert self.weights_map is not None
         value, source = self.weights_map[name], getattr(self.weights_map, "dataset", self.weights_map)
         return value.clone() if isinstance(source, OffloadedWeightsLoader) else value
@@ -308,13 +308,13 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the weights of this module are loaded by a hook while it runs."""
+    """Return whether a hook loads the weights of this module while it runs."""
     return offloading_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Give the module's own tensors their values within the block, on ``execution_device`` where given."""
+    """Enter a context in which the module's own tensors have values, on ``execution_device`` if given."""
     hook = offloading_hook(module)
     with ExitStack() as stack:
         if hook is not None:
@@ -327,7 +327,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def _restore_tensor(module: nn.Module, name: str, before: torch.Tensor) -> None:
-    """Put the original tensor back into the module, with the values that were written to its copy."""
+    """Put the original tensor back into the module, with the values written to its copy."""
     slots: Any = module._parameters if name in module._parameters else module._buffers
     now = slots[name]
     if now is not before:
@@ -338,7 +338,7 @@ def _restore_tensor(module: nn.Module, name: str, before: torch.Tensor) -> None:
 
 @contextmanager
 def _weights_loaded(module: nn.Module, hook: AlignDevicesHook, device: Device | None) -> Iterator[None]:
-    """Load the hook's weights within the block, to ``device`` where given."""
+    """Enter a context in which the hook's weights are loaded, on ``device`` if given."""
     before = hook.execution_device
     if device is not None:
         hook.execution_device = device
@@ -354,7 +354,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """Return the state dict, in host memory, of a model with offloaded weights.
 
     Raises:
-        CheckpointError: some weights have no values anywhere.
+        CheckpointError: some weights have no values, neither loaded nor offloaded.
     """
     found: dict[str, object] = {}
     _collect(model, "", found, is_loaded=False)
@@ -389,9 +389,10 @@ def _collect(module: nn.Module, prefix: str, found: dict[str, object], *, is_loa
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
-    """Fill in the values of this module, named ``module_name``, in ``state_dict``, on the device; return it.
+    """Fill in the values of this module, called ``module_name``, in ``state_dict``; return ``state_dict``.
 
-    ``module_name`` may also be the name of one of its tensors: its last component is then dropped.
+    The values are on ``device_to_put_offload``. ``module_name`` may also be the name of one of the module's tensors;
+    its last component is then dropped.
     """
     hook = offloading_hook(module)
     if hook is None:

@@ -37,9 +37,9 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks that move inputs to ``execution_device`` to all unhooked modules with tensors.
+    """Attach hooks that move inputs to ``execution_device`` to all modules with tensors and without a hook.
 
-    The inside of a module whose class is in ``preload_module_classes`` is left alone.
+    Submodules of a module are skipped if its class is in ``preload_module_classes``.
     """
     if not _is_hooked(module) and next(named_module_tensors(module, recurse=True), None) is not None:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -61,9 +61,9 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks to all modules with own tensors, to load the tensors while the module runs.
+    """Attach hooks to all modules with their own tensors, which load the tensors while the module runs.
 
-    A module whose class is in ``preload_module_classes`` loads everything inside it at once.
+    If a module's class is in ``preload_module_classes``, it loads the tensors of all its submodules at once.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if _holds_tensors(module) or whole:
@@ -104,10 +104,10 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks that run each block on its device, and load the weights of offloaded blocks for it.
+    """Attach hooks that run each block on its device, and load offloaded blocks for it.
 
-    ``execution_device`` and ``offload`` are one value for all, or a value for each block by name. A name may also be
-    that of a single tensor.
+    ``execution_device`` and ``offload`` are one value for all blocks, or one for each block by name. A block may also
+    be a single tensor.
     """
     blocks = _Blocks(
         execution_device, offload, weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map
@@ -147,7 +147,7 @@ class _Blocks:
     tied_params_map: TiedCopies | None
 
     def hook(self, device: Device | None, **options: Any) -> AlignDevicesHook:
-        """Make a hook for inputs, and with more ``options`` for weights."""
+        """Return a hook that moves inputs; with ``options``, one that also loads weights."""
         return AlignDevicesHook(device, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map, **options)
 
     def device(self, name: str) -> Device | None:
@@ -160,7 +160,7 @@ class _Blocks:
         return self.offload[name] if isinstance(self.offload, Mapping) else self.offload
 
     def is_block(self, name: str) -> bool:
-        """Return whether the name is that of a block."""
+        """Return whether ``name`` is the name of a block."""
         return all(name in each for each in (self.execution_device, self.offload) if isinstance(each, Mapping))
 
     def attach(self, module: nn.Module, name: str) -> None:
@@ -180,7 +180,7 @@ class _Blocks:
         if self.is_offloaded(name):
             holds = _holds_tensors(module)
             if is_root or not holds:
-                # Before the hook that moves the inputs: it has to see where they came from.
+                # Runs before the hook that moves the inputs, because it records their device.
                 hook = self.hook(None if holds else device, io_same_device=is_root)
                 add_hook_to_module(module, hook, append=True)
             self.attach_offloaded(module, name, device)
@@ -229,7 +229,7 @@ class _Blocks:
 # --------------------------------------------------------------------------------------------------
 # Layer-wise casting: weights are stored in a small dtype, and computed with in a larger one
 
-#: The layers whose arithmetic torch does in one dtype, so that a cast around them changes nothing else.
+#: Layers that compute in the dtype of their weights, so that a cast around them has no other effect.
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
     nn.Conv1d,
     nn.Conv2d,
@@ -242,7 +242,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A hook that stores a module's weights in ``storage_dtype`` and casts them to ``compute_dtype`` while it runs."""
+    """A hook that stores weights in ``storage_dtype`` and casts them to ``compute_dtype`` for the forward."""
 
     runs_compiled = False
 

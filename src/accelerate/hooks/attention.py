@@ -1,4 +1,4 @@
-"""Attention hooks and checks for models whose sequences are sharded over ranks. Internal."""
+"""Attention hooks and checks for models with sequences sharded over ranks. Internal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
 def refuse_recurrent_layers(model: torch.nn.Module) -> None:
-    """Raise if ``model`` has layers that read the sequence step by step.
+    """Raise if ``model`` has layers that process the sequence step by step.
 
     Raises:
-        PreparationError: linear attention, state spaces, recurrent networks.
+        PreparationError: the model has linear attention, a state space model or a recurrent network.
     """
     kinds = [kind for kind in _layer_types(model) if kind not in ("full_attention", *_WINDOWS)]
     modules = [type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
@@ -29,10 +29,10 @@ def refuse_recurrent_layers(model: torch.nn.Module) -> None:
 
 
 def refuse_windows(model: torch.nn.Module) -> None:
-    """Raise if ``model`` has attention over a window of the sequence only.
+    """Raise if ``model`` has attention over only a window of the sequence.
 
     Raises:
-        PreparationError: sliding windows, chunks.
+        PreparationError: the attention has sliding windows or chunks.
     """
     config = getattr(model, "config", None)
     kinds = [kind for kind in _layer_types(model) if kind in _WINDOWS]
@@ -49,7 +49,7 @@ def _layer_types(model: torch.nn.Module) -> list[str]:
 
 
 def attach_context_parallel_hooks(model: torch.nn.Module) -> None:
-    """Make modules called ``self_attn`` run without attention mask, and with ``is_causal=True`` where they know it."""
+    """Run modules called ``self_attn`` without attention mask, and with ``is_causal=True`` if they accept it."""
     for name, module in model.named_modules():
         if not name.endswith("self_attn"):
             continue
@@ -66,6 +66,6 @@ def _without_mask(knows_is_causal: bool) -> Callable[..., tuple[object, dict[str
             kwargs["is_causal"] = True
         return args, kwargs
 
-    # Libraries know these hooks by the module that they are documented in, and take them off by it.
+    # Libraries recognise these hooks by their documented module, and remove them by it.
     drop_mask.__module__ = "accelerate.big_modeling"
     return drop_mask

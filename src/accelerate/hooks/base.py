@@ -1,4 +1,4 @@
-"""The base class of hooks, and how a hook is put around the forward of one module. Internal."""
+"""The base class of hooks, and the code that puts a hook around a module's forward. Internal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: Methods that are replaced on single models by guards, which are removed with the hooks.
+#: Methods that dispatched models have in a guarded version; removing the hooks restores them.
 _accelerate_added_attributes = ["to", *(kind.name for kind in KINDS if kind.select and kind is not CPU)]
 
 
@@ -29,19 +29,19 @@ class ModelHook:
     runs_compiled = True
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module when the hook is added; return the module that replaces it."""
+        """Prepare the module when the hook is added; return the module to use instead."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with which forward runs."""
+        """Return the arguments for the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output that the caller of the module gets."""
+        """Return the output for the caller of the module."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo what the hook did to the module when it is removed."""
+        """Undo the hook's changes to the module when it is removed."""
         return module
 
 
@@ -98,12 +98,12 @@ def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-#: `_call`, which torch.compile doesn't trace into; set once a compiler is in use.
+#: `_call`, hidden from torch.compile; set once a compiler is in use.
 _call_outside: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
 
 
 def _load_compiler() -> None:
-    # Only once a compiler is in use, because importing it takes longer than the rest of this package together.
+    # Import it only once a compiler is in use, because that takes longer than importing the rest of this package.
     global _call_outside
     _call_outside = torch.compiler.disable(_call)
 
@@ -114,7 +114,7 @@ _load_compiler._torchdynamo_disable_msg = "loads the compiler"  # pyright: ignor
 
 
 def _compiled_forward(module: Any, hook: ModelHook, *args: object, **kwargs: object) -> object:
-    """Run the same under torch.compile: the methods of the hook aren't compiled, the forward between them is."""
+    """Run the hooked forward under torch.compile, which compiles only the module's own forward."""
     if _call_outside is None:
         _load_compiler()
     args, kwargs = _call_outside(hook.pre_forward, module, *args, **kwargs)
@@ -127,10 +127,10 @@ def _compiled_forward(module: Any, hook: ModelHook, *args: object, **kwargs: obj
 
 
 def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
-    """Make the module's forward run inside ``hook``; with ``append``, inside the hook it has first.
+    """Run the module's forward inside ``hook``; with ``append``, inside the module's existing hook.
 
-    A hook is anything with the four methods of :class:`ModelHook`. Without ``append`` a hook that the module has is
-    replaced, without being undone.
+    A hook is any object with the four methods of :class:`ModelHook`. Without ``append``, an existing hook is replaced,
+    but its changes to the module aren't undone.
     """
     before: Any = module.__dict__.get("_hf_hook")
     if append and before is not None:

@@ -14,13 +14,13 @@ from .base import ModelHook, remove_hook_from_module
 
 
 def default_device() -> torch.device:
-    """Return the device of this process, else the accelerator of this machine, else the host."""
+    """Return the device of this process, else the accelerator of this machine, else the CPU."""
     world = current_world()
     return available_kind().device() if world is None else world.device
 
 
 class CpuOffload(ModelHook):
-    """A hook that keeps a model in host memory, moves it to the device when it is first called, and leaves it there.
+    """A hook that keeps a model in host memory until it is called, and then moves it to the device to stay there.
 
     ``prev_module_hook`` is the hook of the previous model, which is offloaded just before this one is moved.
     """
@@ -51,7 +51,7 @@ class CpuOffload(ModelHook):
         return to_device(args, self.execution_device), to_device(kwargs, self.execution_device)
 
     def _is_there(self, module: nn.Module) -> bool:
-        # The usual case in a loop that generates: nothing moves, and a walk with .to() costs a hundred times more.
+        # The usual case in a generation loop: nothing moves, and calling .to() would take a hundred times longer.
         target = as_device(self.execution_device)
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.device != target and (target.index is not None or tensor.device.type != target.type):
@@ -60,7 +60,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The user's handle of a model with a :class:`CpuOffload` hook: it offloads the model and removes the hook."""
+    """The user's handle to a model with a :class:`CpuOffload` hook: it offloads the model and removes the hook."""
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
@@ -71,5 +71,5 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook, and leave the model where it is."""
+        """Remove the hook, without moving the model."""
         remove_hook_from_module(self.model)

@@ -1,4 +1,4 @@
-"""Aim."""
+"""The tracker for Aim."""
 
 from __future__ import annotations
 

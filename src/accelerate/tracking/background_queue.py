@@ -1,6 +1,6 @@
-"""A queue of calls to a tracking service, made one after another on a thread of its own, so that training never waits.
+"""A queue of calls to a tracking service, run in order on its own thread, so that training doesn't wait.
 
-The thread belongs to one tracker. One that fails or hangs holds up neither the training loop nor another tracker.
+Each tracker has its own thread, so a failing or hanging one delays neither the training loop nor other trackers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: What one waiting call costs beside its tensors and arrays: the limit holds for scalars too.
+#: The size of a queued call without its tensors and arrays, so that the limit applies to scalars too.
 BYTES_PER_CALL: Final = 1024
-#: How long the exit of a program that never called `end_training` waits for the calls that are still queued.
+#: How long a program that never called `end_training` waits at exit for queued calls.
 EXIT_SECONDS: Final = 10.0
 
 
@@ -36,15 +36,16 @@ class _Item:
 
 @final
 class BackgroundQueue:
-    """A queue of a tracker's outstanding calls, made in order by its own thread.
+    """A queue of a tracker's calls, run in order by its own thread.
 
-    A call that fails is left out, and so is one for which ``limit_bytes`` leave no room. The first of each kind is
-    logged at once, and all are counted at the end.
+    Calls that fail are dropped, and so are calls that exceed ``limit_bytes``. The first of each kind is logged
+    immediately, and their number at the end.
 
     Args:
         owner: the tracker's name in log lines.
-        limit_bytes: how much may wait: the tensors and arrays of the calls, and 1 KiB for each call.
-        in_background: without it, each call is made at once, by the caller's thread; failures are still caught.
+        limit_bytes: the maximum size of the queue: the tensors and arrays of all calls, plus 1 KiB for each call.
+        in_background: use the queue's thread; otherwise the caller's thread runs each call immediately. Failures are
+            caught in both cases.
     """
 
     def __init__(self, owner: str, *, limit_bytes: int, in_background: bool = True) -> None:
@@ -66,31 +67,31 @@ class BackgroundQueue:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on the thread of this queue."""
+        """Whether the caller runs on this queue's thread."""
         return self._thread is threading.current_thread()
 
     @property
     def when(self) -> float:
-        """When the running call was queued, in seconds since 1970; the present, where none is running."""
+        """The time at which the running call was queued, in seconds since 1970; the current time if no call runs."""
         item = self._current
         return time.time() if item is None else item.when
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call waits or runs."""
+        """Whether no call is queued or running."""
         return not self._waiting and self._current is None
 
     def put(self, function: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
-        """Queue a call of ``function`` with copies of the arguments, after everything that was queued before.
+        """Queue a call of ``function`` with copies of the arguments.
 
-        Calls queued after :meth:`close`, or by a forked child, are left out.
+        Calls after :meth:`close`, or from a forked child, are dropped.
         """
         if os.getpid() != self._process_id:
             return
         try:
             size = Size(BYTES_PER_CALL)
             args, kwargs = copied(args, size), copied(kwargs, size)
-        except Exception as error:  # a value that can't be copied costs a record, not the run
+        except Exception as error:  # drop a value that can't be copied; the run goes on
             self._note_failure(what, error)
             return
         item = _Item(lambda: function(*args, **kwargs), what, size.bytes, time.time())
@@ -119,7 +120,7 @@ class BackgroundQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"tracker {self.owner}", daemon=True)
             self._thread.start()
-            # Registered after the service's own handlers were, so called before them.
+            # Registered after the service's own handlers, so called before them.
             atexit.register(self.wait, EXIT_SECONDS)
         self._changed.notify_all()
 
@@ -140,7 +141,7 @@ class BackgroundQueue:
     def _deliver(self, item: _Item) -> None:
         try:
             item.call()
-        except KeyboardInterrupt:  # the person's, where the call is made by the training loop itself
+        except KeyboardInterrupt:  # Ctrl-C while the training loop itself makes the call
             raise
         except BaseException as error:  # the service's (some exit the program); training doesn't depend on it
             self._note_failure(item.what, error)
@@ -157,7 +158,7 @@ class BackgroundQueue:
             )  # fmt: skip
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the queue is empty, at most ``timeout_seconds``; return whether it is."""
+        """Wait until the queue is empty, at most ``timeout_seconds``; return whether it is empty."""
         if os.getpid() != self._process_id:
             return True
         with self._changed:
@@ -183,9 +184,7 @@ class BackgroundQueue:
                 self._is_closed = True
 
     def wait_until_closed(self, deadline: float, timeout_seconds: float) -> bool:
-        """Wait for ``finish`` until ``deadline``; then drop the rest, log what was lost, and return whether it
-        finished.
-        """
+        """Wait for ``finish`` until ``deadline``, drop and log the remaining calls, and return whether it finished."""
         ended = self.wait(max(0.0, deadline - time.monotonic()))
         with self._changed:
             left = 0 if ended else len(self._waiting) + (self._current is not None)
@@ -216,10 +215,9 @@ class Size:
 
 
 def copied(value: Any, size: Size) -> Any:
-    """Return a copy of ``value`` that later changes of its tensors, arrays, lists and dicts don't reach; ``size``
-    counts its bytes.
+    """Return a copy of the tensors, arrays, lists and dicts in ``value``, and add its bytes to ``size``.
 
-    Tensors are copied to host memory. Other objects (figures, images) are kept as they are.
+    Tensors are copied to host memory. Other objects (figures, images) aren't copied.
     """
     if isinstance(value, torch.Tensor):
         copy = value.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""The base class of trackers: the interface through which ``Accelerator.log`` writes."""
+"""The base class of trackers: the interface that ``Accelerator.log`` calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REQUIRED_ATTRIBUTES = ("name", "requires_logging_directory", "tracker")
 
 
 def writes_here(*, main_process_only: bool = True) -> bool:
-    """Return whether this process writes to a tracker; before the world is joined, every process does."""
+    """Return whether this process writes to a tracker; before the world is known, every process does."""
     world = current_world()
     return not main_process_only or world is None or world.is_main
 
 
 def on_main_process(function: Method) -> Method:
-    """Make a tracker method do nothing off the main process where the tracker is ``main_process_only``."""
+    """Decorate a tracker method to run only on the main process if the tracker is ``main_process_only``."""
 
     @functools.wraps(function)
     def guarded(self: GeneralTracker, *args: object, **kwargs: object) -> object:
@@ -36,10 +36,10 @@ def on_main_process(function: Method) -> Method:
 
 
 def queued(function: Method) -> Method:
-    """Make a tracker method run on the tracker's own thread, after the calls that were queued before.
+    """Decorate a tracker method to run on the tracker's thread, after the calls queued before.
 
-    While the tracker has no such thread (before ``init_trackers``, after the end, built by hand), it is called at once.
-    Off the main process it does nothing where the tracker is ``main_process_only``.
+    If the tracker has no thread (before ``init_trackers``, after the end, or created by hand), it runs immediately. On
+    other processes than the main one, it does nothing if the tracker is ``main_process_only``.
     """
 
     @functools.wraps(function)
@@ -55,7 +55,7 @@ def queued(function: Method) -> Method:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """Return ``values`` with tensors and arrays of one element, and NumPy's numbers, as Python's numbers."""
+    """Return ``values`` with one-element tensors and arrays, and NumPy numbers, converted to Python numbers."""
     return {
         key: value.item()
         if isinstance(value, np.generic)
@@ -68,25 +68,24 @@ def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
 class GeneralTracker:
     """The base class of all trackers; a subclass talks to one tracking service.
 
-    A subclass has three attributes of its class:
+    A subclass defines three class attributes:
 
-    - ``name`` (`str`): how ``log_with`` and ``get_tracker`` call it.
-    - ``requires_logging_directory`` (`bool`): whether it can't do without a ``logging_dir``.
-    - ``tracker`` (property): the service's own object, for what this interface doesn't cover.
+    - ``name`` (`str`): its name for ``log_with`` and ``get_tracker``.
+    - ``requires_logging_directory`` (`bool`): whether it needs a ``logging_dir``.
+    - ``tracker`` (property): the service's own object, for features that this interface doesn't cover.
 
-    and overrides the four methods. Its constructor remembers arguments only; the service is contacted in
-    ``start``. Methods that must run on the main process only carry :func:`on_main_process`.
+    and overrides the four methods. Its constructor only stores arguments; ``start`` contacts the service. Methods that
+    must run on the main process only are decorated with :func:`on_main_process`.
 
-    Which thread calls: ``start`` and ``store_init_configuration`` are called by the thread that calls
-    ``init_trackers``, and so are ``log`` and ``finish``: what was logged can be read back at once. A failure there is
-    logged once and costs that record, not the run. With ``logs_in_background = True``, as in the trackers of services,
-    ``Accelerator.log`` only notes what is to be logged, and a thread that belongs to this tracker calls ``log``: one
-    call at a time, in order, ``finish`` last.
+    Threads: ``start``, ``store_init_configuration``, ``log`` and ``finish`` run on the caller's thread, so logged
+    values can be read back immediately. A failure is logged once and loses that record, but the run continues. With
+    ``logs_in_background = True``, as in the trackers of services, ``Accelerator.log`` only queues the values, and this
+    tracker's own thread calls ``log``: one call at a time, in order, ``finish`` last.
 
     Attributes:
         logs_in_background: whether ``log`` and ``finish`` run on a thread of their own.
-        queue_limit_bytes: how much may wait there; what comes on top is left out, and counted.
-        finish_timeout_seconds: how long ``end_training`` waits for what is still waiting, and for ``finish``.
+        queue_limit_bytes: the maximum size of the queue; calls that exceed it are dropped and counted.
+        finish_timeout_seconds: how long ``end_training`` waits for the queued calls and for ``finish``.
     """
 
     name: ClassVar[str]
@@ -98,7 +97,7 @@ class GeneralTracker:
     _background_queue: BackgroundQueue | None = None  # from `init_trackers` to the end
 
     def __init__(self, _blank: bool = False) -> None:
-        """Check the class's attributes; with ``_blank=True``, make a tracker on which the four methods do nothing."""
+        """Check the class attributes; with ``_blank=True``, create a tracker whose four methods do nothing."""
         if _blank:
             return
         # The class is checked, not the instance: a `tracker` property may not be readable before `start`.
@@ -120,18 +119,18 @@ class GeneralTracker:
         """Log ``values`` at ``step``; ``kwargs`` go to the service's own call."""
 
     def finish(self) -> None:
-        """Send everything that was logged, and close the run."""
+        """Send all logged values, and close the run."""
 
     def _leave_thread(self) -> None:
-        """Release the service's data for the thread that called ``start``; called there, after ``finish``."""
+        """Release the service's data of the thread that called ``start``; called on it, after ``finish``."""
 
 
 @final
 class BlankTracker(GeneralTracker):
-    """A tracker that accepts everything and does nothing, under the name of a missing one.
+    """A tracker that accepts every call and does nothing, with the name of a missing tracker.
 
-    Off the main process, and for a service that could not start. Whatever a script calls on it, or on its service's own
-    object, does nothing as well.
+    It is used on other processes than the main one, and for a service that could not start. All calls of a script on
+    it, or on its service's own object, do nothing too.
     """
 
     requires_logging_directory = False
@@ -141,14 +140,14 @@ class BlankTracker(GeneralTracker):
         self.__dict__["name"] = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and copying look up on every object
+        if name.startswith("__"):  # Python and `copy` look these up on every object
             raise AttributeError(name)
         return _NOTHING
 
 
 @final
 class _Nothing:
-    """Called, or asked for an attribute, it is itself."""
+    """An object that returns itself for every call and every attribute."""
 
     def __call__(self, *args: object, **kwargs: object) -> _Nothing:
         return self

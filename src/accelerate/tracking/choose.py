@@ -43,22 +43,22 @@ LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {
         TrackioTracker,
     )
 }
-#: How long to wait for the queued calls before the service's own object is handed out.
+#: How long to wait for the queued calls before returning the service's own object.
 CATCH_UP_SECONDS: Final = 10.0
 _remarked: Final[WeakSet[GeneralTracker]] = WeakSet()
 _remarked_names: Final[set[str]] = set()
 _SERVICES: Final = frozenset(LOGGER_TYPE_TO_CLASS)
-# What `start` raises because the call is wrong, not because the service is down: better learnt before training begins.
+# Errors of `start` for a wrong call, as opposed to a service that is down: raise them before training begins.
 _MISTAKES: Final = (ImportError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the built-in trackers whose service is installed here."""
+    """Return the built-in trackers whose service is installed."""
     return [LoggerType(name) for name in LOGGER_TYPE_TO_CLASS if name in _SERVICES and _is_available(name)]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` take ``tracker_class`` by its ``name``; replacing one warns.
+    """Make ``tracker_class`` available to ``log_with`` by its ``name``; warn if it replaces another.
 
     Raises:
         SettingError: the class isn't a `GeneralTracker`, or lacks ``name`` or ``requires_logging_directory``.
@@ -89,9 +89,9 @@ def filter_trackers(
     log_with: str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[LoggerType | str | GeneralTracker]:
-    """Return the trackers of ``log_with`` that can run here, each once: names as labels, objects as they are.
+    """Return the trackers of ``log_with`` that can run here, each once: labels for names, and objects unchanged.
 
-    ``"all"`` means every one that is installed. One whose service isn't installed is dropped.
+    ``"all"`` selects every installed service. A tracker is dropped if its service isn't installed.
 
     Raises:
         SettingError: a name is unknown, or a tracker needs a ``logging_dir`` that isn't given.
@@ -102,7 +102,7 @@ def filter_trackers(
     asked: list[Any] = [log_with] if one else list(cast("Iterable[Any]", log_with))
     everything = any(each == "all" for each in asked if isinstance(each, str))
     wanted = [each if isinstance(each, GeneralTracker) or each == "all" else _known(each) for each in asked]
-    if everything:  # the names among them are those already
+    if everything:  # "all" includes the names
         wanted = [each for each in wanted if isinstance(each, GeneralTracker)]
         wanted += [str(label) for label in get_available_trackers()]
     chosen: list[LoggerType | str | GeneralTracker] = []
@@ -141,11 +141,10 @@ def init_trackers(
 ) -> list[GeneralTracker]:
     """Start the trackers of a run, and store ``config`` in them.
 
-    Off the main process there are none. A service that can't be had is replaced by a blank tracker of its name; a
-    mistake in the call raises.
+    Only the main process starts them. A service that fails is replaced by a blank tracker of its name; a mistake in the
+    call raises.
 
-    ``trackers`` is what `filter_trackers` returned; ``init_kwargs`` holds the constructor's arguments by
-    tracker name.
+    ``trackers`` is the result of `filter_trackers`; ``init_kwargs`` are the constructors' arguments by tracker name.
     """
     if not writes_here():
         return []
@@ -169,9 +168,10 @@ def init_run_log(
     init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
-    """Start the JSONL log of a run, which is there whenever ``logging_dir`` is, whatever was asked for.
+    """Start the JSONL log of a run, which is written whenever there is a ``logging_dir``.
 
-    The list is empty off the main process, without a folder, and with ``init_kwargs={"jsonl": {"enabled": False}}``.
+    The list is empty on other processes than the main one, without a folder, and with
+    ``init_kwargs={"jsonl": {"enabled": False}}``.
     """
     is_wanted = (init_kwargs or {}).get(JSONLTracker.name, {}).get("enabled", True)
     if logging_dir is None or not is_wanted or not writes_here():
@@ -180,7 +180,7 @@ def init_run_log(
 
 
 def _start(tracker: GeneralTracker, config: dict[str, object] | None) -> GeneralTracker:
-    """Start the service of ``tracker`` and its background queue; return a blank tracker where the service fails."""
+    """Start the service of ``tracker`` and its background queue; return a blank tracker if the service fails."""
     tracker._background_queue = None  # until `start` has returned, calls are made at once
     try:
         tracker.start()
@@ -188,7 +188,7 @@ def _start(tracker: GeneralTracker, config: dict[str, object] | None) -> General
             tracker.store_init_configuration(config)
     except _MISTAKES:
         raise
-    except Exception as error:  # a service that is down or refuses us; a run doesn't depend on it
+    except Exception as error:  # a service that is down or rejects the run; training doesn't depend on it
         logger.error(
             "The tracker '%s' could not start (%s: %s). Training goes on without it.",
             tracker.name, type(error).__name__, error,
@@ -208,9 +208,9 @@ def log(
     *,
     asked: Sequence[object] = (),
 ) -> None:
-    """Queue ``values``, as they are now, for each tracker, after the calls that were queued before. Never raises.
+    """Queue the current ``values`` for each tracker, after the calls queued before. Never raises.
 
-    ``asked`` are the trackers of ``log_with``, to be named where none was started.
+    ``asked`` are the trackers of ``log_with``, for the message if none was started.
     """
     trackers = list(trackers)
     if asked and not trackers and writes_here():
@@ -241,7 +241,7 @@ def finish(trackers: Iterable[GeneralTracker]) -> None:
     """Close all trackers, each within its timeout, and log how many calls were lost."""
     open_ones = [(tracker, tracker._background_queue) for tracker in trackers if tracker._background_queue is not None]
     begun = time.monotonic()
-    for tracker, queue in open_ones:  # all at once: they wait beside each other
+    for tracker, queue in open_ones:  # close all first, so that they finish in parallel
         queue.close(tracker.finish)
     for tracker, queue in open_ones:
         limit = tracker.finish_timeout_seconds
@@ -254,7 +254,7 @@ def finish(trackers: Iterable[GeneralTracker]) -> None:
 def _leave_thread(tracker: GeneralTracker) -> None:
     try:
         tracker._leave_thread()
-    except Exception as error:  # the service's; the run is over, and what follows it must still happen
+    except Exception as error:  # the service's; the code after the run must still be executed
         logger.error("The tracker '%s' failed at its end (%s: %s).", tracker.name, type(error).__name__, error)
 
 
@@ -263,8 +263,8 @@ def find_tracker(
 ) -> Any:
     """Return the tracker with that ``name``; with ``unwrap``, the service's own object.
 
-    That one has received what was logged before, unless it takes longer than :data:`CATCH_UP_SECONDS`. Off the main
-    process, and where no tracker runs at all, it is a blank one, on which every call does nothing.
+    The object has received all values logged before, unless that takes longer than :data:`CATCH_UP_SECONDS`. On other
+    processes than the main one, and if no tracker runs at all, it is a blank tracker, whose calls do nothing.
 
     Raises:
         SettingError: there are trackers, but none of that name.
@@ -297,7 +297,7 @@ def _known(name: object) -> str:
 
 
 def _is_available(name: str) -> bool:
-    """Return whether the service behind a name is installed; a registered class is always available."""
+    """Return whether the service called ``name`` is installed; a registered class is always available."""
     if name not in _SERVICES:
         return True
     return getattr(optional, f"is_{name}_available")()

@@ -1,4 +1,4 @@
-"""ClearML."""
+"""The tracker for ClearML."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SERIES: Final = ("eval", "test", "train")
 
 
 class ClearMLTracker(GeneralTracker):
-    """A tracker that writes to the running ClearML task, else to one made with ``kwargs``.
+    """A tracker that writes to the running ClearML task, or else to a new one created with ``kwargs``.
 
-    A task that was running already isn't closed. ``CLEARML_PROJECT`` and ``CLEARML_TASK`` name the project
-    and task where ``kwargs`` don't.
+    A task that was already running isn't closed. ``CLEARML_PROJECT`` and ``CLEARML_TASK`` name the project and the task
+    if ``kwargs`` don't.
     """
 
     name = "clearml"
@@ -58,7 +58,7 @@ class ClearMLTracker(GeneralTracker):
 
     @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Report numbers as scalars at ``step``, or as single values without one.
+        """Report numbers as scalars at ``step``; without a step, as single values.
 
         ``train_loss`` and ``eval_loss`` are two series of one plot, ``loss``.
         """

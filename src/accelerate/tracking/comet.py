@@ -1,4 +1,4 @@
-"""Comet."""
+"""The tracker for Comet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import GeneralTracker, as_numbers, on_main_process, queued
 class CometMLTracker(GeneralTracker):
     """A tracker that writes to an experiment of the Comet project ``run_name``; ``kwargs`` go to ``comet_ml.start``.
 
-    Below version 3.41, which has no ``start``, they go to ``comet_ml.Experiment``.
+    Before version 3.41, which added ``start``, they go to ``comet_ml.Experiment``.
     """
 
     name = "comet_ml"

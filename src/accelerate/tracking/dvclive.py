@@ -1,4 +1,4 @@
-"""DVCLive."""
+"""The tracker for DVCLive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class DVCLiveTracker(GeneralTracker):
-    """A tracker that writes to ``live``, else to a ``dvclive.Live`` made with ``kwargs``; each ``log`` is a step."""
+    """A tracker that writes to ``live``, or else to a ``dvclive.Live(**kwargs)``; each ``log`` is a step."""
 
     name = "dvclive"
     requires_logging_directory = False

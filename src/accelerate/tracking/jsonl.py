@@ -1,4 +1,4 @@
-"""A log of the run that needs no service: one JSON object a line, in the project folder."""
+"""A log of the run that needs no service: one JSON object per line, in the project folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from .base import GeneralTracker, on_main_process, queued
 class JSONLTracker(GeneralTracker):
     """A tracker that appends all values of the run to ``{logging_dir}/{run_name}.jsonl``, line by line.
 
-    They survive a crash: its thread writes within milliseconds, the rest is written at the exit of the program.
-    Each line has ``time`` (when it was logged, seconds since 1970) and either ``config`` or the logged values and their
-    ``step``.
-    A restarted run adds to the file of the first one.
+    Values survive a crash: its thread writes them within milliseconds, and the rest is written at exit. Each line has
+    ``time`` (of the call, in seconds since 1970) and either ``config`` or the logged values and their ``step``. A
+    restarted run appends to the file of the first one.
     """
 
     name = "jsonl"
@@ -57,12 +56,12 @@ class JSONLTracker(GeneralTracker):
             return
         when = time.time() if self._background_queue is None else self._background_queue.when
         text = json.dumps({"time": round(when, 3), **line}, default=_as_json)
-        # Opened for each line: nothing is left to flush or to close when the run dies.
+        # Open the file for each line, so that a run that dies leaves nothing unflushed.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
 
 def _as_json(value: object) -> object:
-    """Return tensors and arrays as numbers, everything else as text."""
+    """Return tensors and arrays as numbers, and other objects as text."""
     as_list = getattr(value, "tolist", None)
     return as_list() if callable(as_list) else str(value)

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The tracker for MLflow."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ EXIT_SECONDS: Final = 5
 class MLflowTracker(GeneralTracker):
     """A tracker that writes to a run of the MLflow experiment ``experiment_name``.
 
-    MLflow's own variables complete the arguments: ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (a JSON object) and
-    ``MLFLOW_NESTED_RUN`` where the argument isn't given. ``MLFLOW_EXPERIMENT_NAME`` takes the place of
-    ``experiment_name``, because ``init_trackers`` always fills that one with the project's name.
+    MLflow's environment variables replace missing arguments: ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (a JSON object) and
+    ``MLFLOW_NESTED_RUN``. ``MLFLOW_EXPERIMENT_NAME`` always replaces ``experiment_name``, because ``init_trackers``
+    sets that to the project's name.
     """
 
     name = "mlflow"
@@ -77,7 +77,7 @@ class MLflowTracker(GeneralTracker):
         self._id: str = self.active_run.info.run_id
 
     def _experiment(self) -> str | None:
-        """Return the id of the experiment, created if need be; None leaves the choice to MLflow."""
+        """Return the id of the experiment, created if necessary; None lets MLflow choose."""
         if self.experiment_name is None:
             return None
         experiment = self._mlflow.get_experiment_by_name(self.experiment_name)
@@ -93,7 +93,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log ``values`` as the run's parameters; warn of one that is too long for MLflow, and leave it out."""
+        """Log ``values`` as the run's parameters; skip values that are too long for MLflow, with a warning."""
         longest: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         kept: list[tuple[str, Any]] = []
         for key, value in values.items():
@@ -106,7 +106,7 @@ class MLflowTracker(GeneralTracker):
 
     @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Log numbers as metrics; leave anything else out, with one warning for each name."""
+        """Log numbers as metrics; skip other values, with one warning per name."""
         metrics: dict[str, float] = {}
         for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
@@ -114,7 +114,7 @@ class MLflowTracker(GeneralTracker):
             elif key not in self._metrics_refused:
                 self._metrics_refused.add(key)
                 logger.warning("MLflow metrics are numbers; %r is a %s and is left out.", key, type(value).__name__)
-        # The run is named, here and below: MLflow's active run is a matter of the thread that started it.
+        # Pass the run, here and below: MLflow's active run is local to the thread that started it.
         self._mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
 
     @queued
@@ -124,12 +124,12 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Upload the files of the folder, as they are now, as artifacts of the run, under ``artifact_path``."""
+        """Upload a copy of the folder's current files as artifacts of the run, under ``artifact_path``."""
         self._send(_Files(local_dir, keep=self._background_queue is not None), artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Upload the file, as it is now, as an artifact of the run, under ``artifact_path``."""
+        """Upload a copy of the file in its current state as an artifact of the run, under ``artifact_path``."""
         self._send(_Files(local_path, keep=self._background_queue is not None), artifact_path)
 
     @queued
@@ -152,7 +152,7 @@ class MLflowTracker(GeneralTracker):
             self._mlflow.end_run()
 
     def _end_at_exit(self) -> None:
-        """Close a run still open at exit, within seconds, and log a failure to do so."""
+        """Close a run that is still open at exit, within seconds, and log a failure."""
         with env.patched(MLFLOW_HTTP_REQUEST_TIMEOUT=EXIT_SECONDS, MLFLOW_HTTP_REQUEST_MAX_RETRIES=0):
             try:
                 self._leave_thread()
@@ -165,7 +165,7 @@ class MLflowTracker(GeneralTracker):
 
 @final
 class _Files:
-    """A file or folder kept (linked or copied) until it is uploaded, though the caller may have removed it by then."""
+    """A link or copy of a file or folder, kept until it is uploaded, in case the caller removes the original."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep: bool) -> None:
         self.path = os.fspath(path)
@@ -178,7 +178,7 @@ class _Files:
                     shutil.copytree(self.path, kept, copy_function=_link)
                 else:
                     _link(self.path, kept)
-            except OSError:  # not there, or no room: logged when the file is sent, as any failure of a tracker
+            except OSError:  # missing file or full disk: logged when the file is sent, like any failure of a tracker
                 return
             self.path = kept
 
@@ -191,7 +191,7 @@ class _Files:
 
 
 def _link(source: str, target: str) -> str:
-    """Make a hard link to the file where the file system has them, else a copy."""
+    """Create a hard link to the file if the file system supports them, else a copy."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The tracker for TensorBoard."""
 
 from __future__ import annotations
 

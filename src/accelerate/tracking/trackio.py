@@ -1,4 +1,4 @@
-"""Trackio."""
+"""The tracker for Trackio."""
 
 from __future__ import annotations
 

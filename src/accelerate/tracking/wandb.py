@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases."""
 
 from __future__ import annotations
 
