@@ -1,4 +1,4 @@
-"""The memory budget of each device, and the placement problem for the planners. Internal."""
+"""The memory budget of each device, and the placement problem to solve. Internal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SINGLE_DEVICE_FRACTION = 0.9
 
 
 def host_memory_available() -> int:
-    """Return the bytes of host memory that a new tensor could take without swapping, within the container's limit.
+    """Return the free bytes of host memory, without swapping and within the container's limit.
 
     Raises:
-        MissingDependency: only `psutil` could tell, and it isn't installed.
+        MissingDependency: `psutil` is needed on this system and isn't installed.
     """
     return min([_host_memory(), *_container_memory()])
 
@@ -52,7 +52,7 @@ def _container_memory() -> list[int]:
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
-        # Files kept in memory count as used, but are dropped when something else needs memory.
+        # The page cache counts as used, but is dropped when other memory is needed.
         lines = (folder / "memory.stat").read_text().splitlines()
         used -= next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
         return [] if limit == "max" else [max(int(limit) - used, 0)]
@@ -61,7 +61,7 @@ def _container_memory() -> list[int]:
 
 
 def free_memory_on(device: torch.device) -> int | None:
-    """Return the bytes that new tensors could take on a device now; None if unknown."""
+    """Return the bytes that new tensors can use on a device now; None if unknown."""
     if device.type == CPU.name:
         return host_memory_available() + _meminfo_bytes("SwapFree:")
     kind = next((kind for kind in KINDS if kind.name == device.type), None)
@@ -69,12 +69,12 @@ def free_memory_on(device: torch.device) -> int | None:
     if kind is None or free is None:
         return None
     reserved = getattr(torch.get_device_module(kind.name), "memory_reserved", None)
-    # Memory that torch's allocator has reserved isn't free for others, but it is for tensors.
+    # Memory reserved by torch's allocator is free for tensors, but not for other programs.
     return free + (0 if reserved is None else max(reserved(device) - kind.memory_allocated(device), 0))
 
 
 def _meminfo_bytes(field: str) -> int:
-    """Return a field of /proc/meminfo in bytes; 0 where there is none."""
+    """Return a field of /proc/meminfo in bytes; 0 if it doesn't exist."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith(field):
@@ -85,11 +85,11 @@ def _meminfo_bytes(field: str) -> int:
 def get_max_memory(max_memory: Mapping[DeviceKey, Bytes | str] | None = None) -> dict[DeviceKey, Bytes]:
     """Return the limit in bytes of each device, fastest first: accelerators by index, then cpu, then disk.
 
-    Without ``max_memory``, what is free now on each accelerator and in host memory. Text such as ``"10GiB"`` becomes
-    bytes.
+    Without ``max_memory``, return the free memory of each accelerator and of the host. Text such as ``"10GiB"`` is
+    converted to bytes.
 
     Raises:
-        SettingError: a key is no device.
+        SettingError: a key isn't a device.
     """
     if max_memory is None:
         return _measured_memory()
@@ -112,7 +112,7 @@ def get_max_memory(max_memory: Mapping[DeviceKey, Bytes | str] | None = None) ->
 
 
 def _named_devices() -> list[str]:
-    """Return the devices that have a name instead of an index: single accelerators such as mps, cpu and disk."""
+    """Return the devices with a name instead of an index: single accelerators such as mps, cpu and disk."""
     return [*(kind.name for kind in KINDS if not kind.select and kind is not CPU), CPU.name, DISK]
 
 
@@ -125,7 +125,7 @@ def _measured_memory() -> dict[DeviceKey, Bytes]:
     found: dict[DeviceKey, Bytes] = {}
     shares_host_memory = False
     if kind is not CPU and not kind.select:
-        # The only device of its kind is a part of the host, and so is its memory.
+        # The only device of its kind is part of the host and shares its memory.
         total = kind.total_memory()
         if total is not None:
             found[kind.name] = max(total - kind.memory_allocated(), 0)
@@ -144,7 +144,7 @@ def _measured_memory() -> dict[DeviceKey, Bytes]:
 def _free_accelerator_memory(kind: DeviceKind, index: int) -> int | None:
     device = kind.device(index)
     try:
-        torch.tensor([0], device=device)  # the first tensor on a device takes memory for the driver's own needs
+        torch.tensor([0], device=device)  # the first tensor on a device also allocates memory for the driver
         free = kind.free_memory(device)
     except RuntimeError as error:
         _log.info("Device %s is left out, because it can't be used: %s", device, error)
@@ -155,7 +155,7 @@ def _free_accelerator_memory(kind: DeviceKind, index: int) -> int | None:
 
 
 def _is_integrated(kind: DeviceKind, index: int) -> bool:
-    """Return whether the device has no memory of its own."""
+    """Return whether the device shares the host's memory."""
     try:
         properties = torch.get_device_module(kind.name).get_device_properties(index)
     except (AttributeError, RuntimeError):
@@ -164,7 +164,7 @@ def _is_integrated(kind: DeviceKind, index: int) -> bool:
 
 
 def accelerators_in(max_memory: Mapping[DeviceKey, object]) -> list[DeviceKey]:
-    """Return the devices of a budget that are neither host memory nor disk, fastest first."""
+    """Return the accelerators of a budget, fastest first."""
     return [device for device in max_memory if device not in (CPU.name, DISK)]
 
 
@@ -176,9 +176,10 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, ByteDtype] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceKey, Bytes]:
-    """Return ``max_memory`` (default: the free memory) with limits that spread the model evenly over the accelerators.
+    """Return ``max_memory`` (default: the free memory) with limits that spread the model evenly over accelerators.
 
-    The last one keeps all its memory. With ``low_zero``, the first one only gets what the others can't take.
+    The last accelerator keeps all its memory. With ``low_zero``, the first one only gets the parts that don't fit on
+    the others.
     """
     budget = get_max_memory(max_memory)
     used = [device for device in accelerators_in(budget) if budget[device] > 0]
@@ -206,7 +207,7 @@ def get_balanced_memory(
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: str | Iterable[str] | None) -> int:
-    """Return the bytes added to an even share for the block that just doesn't fit: 1.25 times the largest one."""
+    """Return the bytes added to an even share for a block that just doesn't fit: 1.25 times the largest block."""
     classes = no_split_classes(no_split)
     blocks = [sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in classes]
     tensors = set(get_module_leaves(sizes))
@@ -217,28 +218,28 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: str | Iterable[
 
 
 # --------------------------------------------------------------------------------------------------
-# The placement problem: a tree of parts with sizes, ties between them, devices with limits; and its solution
+# The placement problem (a tree of parts with sizes, ties between them, devices with limits) and its solution
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A module of a model, or one tensor of a module that is split."""
+    """A module, or a single tensor of a split module."""
 
     name: str
     kind: str
     num_bytes: int
     buffer_bytes: int
-    parts: tuple[Part, ...]  # what it is split into; empty where it is never split
+    parts: tuple[Part, ...]  # its parts if it is split; empty if it is never split
     is_tensor: bool = False
 
     @cached_property
     def largest_layer(self) -> int:
-        """The bytes of the largest layer in it: the part that has to be on one device as a whole when it runs."""
+        """The bytes of its largest layer, which has to be on one device as a whole when it runs."""
         return max((part.largest_layer for part in self.parts if not part.is_tensor), default=self.num_bytes)
 
     def holds(self, name: str) -> bool:
-        """Return whether the tensor or module of that name is this part or lies in it."""
+        """Return whether the tensor or module ``name`` is this part or is inside it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
     def unsplit_parts(self) -> Iterable[Part]:
@@ -275,7 +276,7 @@ def parts_of(
 @final
 @dataclass(frozen=True)
 class PlacementProblem:
-    """The parts to be placed, the devices, and the limit of each device."""
+    """The parts to place, the devices, and the limit of each device."""
 
     parts: tuple[Part, ...]
     devices: tuple[DeviceKey, ...]  # fastest first
@@ -284,12 +285,12 @@ class PlacementProblem:
 
     @property
     def accelerators(self) -> list[DeviceKey]:
-        """The accelerators among the devices, fastest first; empty on a machine without one."""
+        """The accelerators among the devices, fastest first; empty if there are none."""
         return accelerators_in(self.limits)
 
     @property
     def fastest(self) -> list[DeviceKey]:
-        """The devices on which layers run without being fetched first: the accelerators, else cpu."""
+        """The devices that run layers without fetching them first: the accelerators, else cpu."""
         return self.accelerators or [CPU.name]
 
     @property
@@ -301,11 +302,11 @@ class PlacementProblem:
         return accelerators[:1] if isinstance(accelerators[0], str) else [accelerators[0], CPU.name]
 
     def limit(self, device: DeviceKey) -> float:
-        """Return the bytes that may be placed on a device."""
+        """Return the maximum bytes on a device."""
         return self.limits.get(device, math.inf if device == DISK else 0)
 
     def tied_names_outside(self, part: Part) -> list[str]:
-        """Return the names outside of ``part`` of tensors that are also in it."""
+        """Return the names, outside of ``part``, of tensors that are also inside it."""
         return [
             name
             for group in self.ties
@@ -335,13 +336,13 @@ class DevicePlan(OrderedDict[str, Any]):
 
     @classmethod
     def of(cls, problem: PlacementProblem, placements: Sequence[Placement], method: str) -> DevicePlan:
-        """Build the plan that consists of these placements."""
+        """Build the plan from these placements."""
         plan = cls((each.part.name, each.device) for each in placements)
         plan.problem, plan.placements, plan.method = problem, tuple(placements), method
         return plan
 
     def num_bytes_on(self, devices: Iterable[DeviceKey]) -> int:
-        """Return the bytes that are placed on any of the devices."""
+        """Return the bytes placed on the devices together."""
         wanted = set(devices)
         return sum(each.part.num_bytes for each in self.placements if each.device in wanted)
 

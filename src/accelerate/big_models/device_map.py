@@ -46,11 +46,11 @@ def infer_auto_device_map(
 ) -> DevicePlan:
     """Assign a device to every part of the model, within the limits of ``max_memory``.
 
-    ``"greedy"`` goes through the model in order and never returns to a device that it left. ``"exact"`` searches the
-    map with the fewest bytes off the accelerators, and is never worse in that than the greedy one.
+    ``"greedy"`` follows the order of the model and never returns to an earlier device. ``"exact"`` searches for the map
+    with the fewest bytes outside the accelerators; it never has more of them than the greedy map.
 
     Raises:
-        SettingError: the limits are too small, or a key of ``max_memory`` is no device.
+        SettingError: the limits are too small, or a key of ``max_memory`` isn't a device.
     """
     problem = _problem(model, get_max_memory(max_memory), no_split_module_classes, dtype, special_dtypes)
     if method not in ("greedy", "exact"):
@@ -80,14 +80,14 @@ def _problem(
 
 
 def _exact_or_greedy(problem: PlacementProblem, fallback_allocation: bool) -> DevicePlan | None:
-    """Return the exact plan, or the greedy one if it costs no more, because it keeps the model's order."""
+    """Return the exact plan; the greedy one if it costs no more, because that keeps the model's order."""
     placements = place_exactly(problem)
     if placements is None:
         return None
     exact = DevicePlan.of(problem, placements, "exact")
     try:
         greedy = DevicePlan.of(problem, place_greedily(problem, fallback_allocation), "exact, which is the greedy one")
-    except SettingError:  # out of order it fits
+    except SettingError:  # it fits only out of order
         return exact
 
     def cost(plan: DevicePlan) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def _exact_or_greedy(problem: PlacementProblem, fallback_allocation: bool) -> De
 def _warn_about_buffers(problem: PlacementProblem, plan: DevicePlan) -> None:
     """Warn if the buffers of offloaded parts don't fit on the device that runs the layers.
 
-    They lie beside the device's own parts, and beside the weights of the largest offloaded layer while it runs.
+    The device holds them beside its own parts and the weights of the largest offloaded layer.
     """
     accelerators = problem.accelerators
     slow = (CPU.name, DISK) if accelerators else (DISK,)
@@ -130,7 +130,7 @@ def fallback_allocate(
     no_split_module_classes: str | Iterable[str] | None = None,
     tied_parameters: TiedNames | None = None,
 ) -> tuple[str | None, nn.Module | torch.Tensor | None, list[tuple[str, nn.Module | torch.Tensor]]]:
-    """Return the first module, breadth first, that fits into ``size_limit``: its name, itself, and the modules left."""
+    """Return the first module, breadth first, that fits into ``size_limit``: its name, itself, the other modules."""
     parts = parts_of(modules, module_sizes, {}, no_split_classes(no_split_module_classes))
     problem = PlacementProblem(tuple(parts), (), {}, tuple(map(frozenset, tied_parameters or ())))
     found, rest = first_that_fits(parts, size_limit, problem)
@@ -147,7 +147,7 @@ def _all_parts(module: nn.Module | torch.Tensor) -> Iterable[tuple[str, nn.Modul
 
 
 def clean_device_map(device_map: Map, module_name: str = "") -> Map:
-    """Merge, in place, all entries below a module into one wherever they name the same device; return the map."""
+    """Merge, in place, the entries below a module into one if they all name the same device; return the map."""
     prefix = f"{module_name}." if module_name else ""
     below = {name: device for name, device in device_map.items() if name.startswith(prefix) or name == module_name}
     merged = _merged(below, len(prefix.split(".")) - 1 if prefix else 0, module_name)
@@ -157,14 +157,14 @@ def clean_device_map(device_map: Map, module_name: str = "") -> Map:
         for name, device in items:
             if name not in below:
                 device_map[name] = device
-            elif merged:  # all of them stand where the first one stood
+            elif merged:  # the merged entry replaces the first one
                 device_map.update(merged)
                 merged = {}
     return device_map
 
 
 def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, object]:
-    """Return ``entries`` as one entry for ``name`` where they agree, else merged by their next name part."""
+    """Return ``entries`` as one entry for ``name`` if they agree, else merged by their next name part."""
     if len(entries) > 1 and len(set(entries.values())) == 1:
         return {name: next(iter(entries.values()))}
     if len(entries) <= 1:
@@ -179,10 +179,10 @@ def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, o
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None:
-    """Check that the map gives every tensor of the model a device; warn about unknown names.
+    """Raise unless the map gives every tensor of the model a device; warn about unknown names.
 
     Raises:
-        SettingError: tensors that the map leaves out, by name.
+        SettingError: the map leaves out tensors; the message names them.
     """
     tensors = list(model.state_dict().keys())
     known = {"", *tensors}
@@ -217,20 +217,20 @@ def _is_covered(name: str, device_map: Mapping[str, object]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# The greedy planner: strictly in the order of the model, by the documented rules
+# The greedy planner: it follows the order of the model, by the documented rules
 
 
 def place_greedily(problem: PlacementProblem, fallback_allocation: bool = False) -> list[Placement]:
-    """Assign a device to every part in the order of the model; a device that was left is never used again.
+    """Assign a device to every part in the order of the model, without returning to an earlier device.
 
     Raises:
-        SettingError: every device has a limit, and together they are too small.
+        SettingError: the limits of all devices together are too small.
     """
     return _Greedy(problem, fallback_allocation).run()
 
 
 def first_that_fits(pending: Sequence[Part], free: float, problem: PlacementProblem) -> tuple[Part | None, list[Part]]:
-    """Return the first part, breadth first, that fits into ``free`` bytes and has no tie outside; and those left."""
+    """Return the first part, breadth first, that fits into ``free`` bytes and has no tie outside; and the others."""
     level = [(part, [*pending[:index]], [*pending[index + 1 :]]) for index, part in enumerate(pending)]
     while level:
         below: list[tuple[Part, list[Part], list[Part]]] = []
@@ -273,7 +273,7 @@ class _Greedy:
         return self.placements
 
     def _reserve(self) -> int:
-        """Return the bytes reserved for the largest layer that may be copied through this device later."""
+        """Return the bytes to reserve for the largest layer that may later be copied through this device."""
         return self._reserve_without(None)
 
     def _free_bytes(self) -> float:
@@ -301,7 +301,7 @@ class _Greedy:
         self.pending = [each for each in self.pending if not any(each is other for other in partners)]
 
     def _split_a_partner(self, part: Part, partners: Sequence[Part]) -> None:
-        """Split the first tied part that can be split and retry this part; go to the next device if none can."""
+        """Split the first tied part that can be split and retry this part; if none can, go to the next device."""
         self.pending.insert(0, part)
         for partner in partners:
             if partner.parts:

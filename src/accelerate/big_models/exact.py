@@ -1,7 +1,7 @@
 """An exact search for the device map with the most bytes on the fastest devices, then in host memory. Internal.
 
-It takes pieces out of order where that fills a device better, and reserves memory only for the layers that really have
-to be fetched. Pieces of equal size are interchangeable, so a model of a hundred equal layers is a handful of numbers.
+It may place pieces out of order to fill a device better, and reserves memory only for layers that will be fetched.
+Pieces of equal size are interchangeable, so for a model of a hundred equal layers it searches only a few numbers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..devices.table import CPU
 from .budget import DeviceKey, Part, Placement, PlacementProblem
 from .sizes import DISK
 
-#: Search states visited for one model before the best map found so far is taken.
+#: The maximum number of search states for one model; then the best map so far is used.
 MAX_STATES = 30_000
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Parts that are placed together: a single unsplit part, or several with a shared tensor."""
+    """Parts that are placed together: one unsplit part, or several that share a tensor."""
 
     position: int
     parts: tuple[Part, ...]
@@ -33,20 +33,20 @@ class _Piece:
 
     @property
     def fetch_bytes(self) -> int:
-        """The bytes that have to be free on the executing device to fetch it from a slower one."""
+        """The free bytes that the executing device needs to fetch this piece from a slower one."""
         return max(part.num_bytes for part in self.parts)
 
 
 @final
 class _StateBudget:
-    """The number of search states that may still be visited."""
+    """The number of search states that remain to be visited."""
 
     def __init__(self, num_states: int) -> None:
         self.left = num_states
 
 
 def place_exactly(problem: PlacementProblem) -> list[Placement] | None:
-    """Search the placement with the fewest bytes off the fastest devices; return None where none was found."""
+    """Search the placement with the fewest bytes outside the fastest devices; return None if none was found."""
     pieces = _pieces(problem)
     budget = _StateBudget(MAX_STATES)
     best: dict[_Piece, DeviceKey] | None = None
@@ -99,7 +99,7 @@ def _pieces(problem: PlacementProblem) -> list[_Piece]:
 def _improving_fillings(
     problem: PlacementProblem, pieces: Sequence[_Piece], devices: Sequence[DeviceKey], budget: _StateBudget
 ) -> Iterator[dict[_Piece, DeviceKey]]:
-    """Yield better and better fillings of the devices, for each number of bytes that may be reserved for fetching."""
+    """Yield ever better fillings of the devices, for each number of bytes to reserve for fetching."""
     total = sum(piece.num_bytes for piece in pieces)
     most = -1
     for reserved in sorted({0, *(piece.fetch_bytes for piece in pieces)}):
@@ -116,7 +116,7 @@ def _improving_fillings(
 def _place_rest(
     problem: PlacementProblem, assigned: dict[_Piece, DeviceKey], rest: Sequence[_Piece], budget: _StateBudget
 ) -> dict[_Piece, DeviceKey] | None:
-    """Place the rest in host memory as far as it fits, else on disk; return None where the disk's limit is too low."""
+    """Place the rest in host memory while it fits, else on disk; return None if the disk's limit is too low."""
     hosted: dict[_Piece, DeviceKey] = {}
     if rest and CPU.name in problem.devices and CPU.name not in problem.fastest:
         for better in _improving_fillings(problem, rest, [CPU.name], budget):
@@ -130,9 +130,9 @@ def _place_rest(
 def _fill(
     pieces: Sequence[_Piece], devices: Sequence[DeviceKey], limits: Sequence[float], reserved: int, budget: _StateBudget
 ) -> dict[_Piece, DeviceKey] | None:
-    """Return the filling with the most bytes within the limits; pieces that need more than ``reserved`` must be in it.
+    """Return the filling with the most bytes within the limits, including all pieces that need more than ``reserved``.
 
-    None where these alone don't fit.
+    None if these pieces alone don't fit.
     """
     classes: dict[tuple[int, bool], list[_Piece]] = {}
     for piece in pieces:
@@ -187,7 +187,7 @@ class _Search:
                 return
 
     def _fillings(self, limit: float, left: list[int], first: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the counts of pieces, for the sizes from ``first`` on, that fit into ``limit``, the fullest early."""
+        """Yield the numbers of pieces, for the sizes from ``first`` on, that fit into ``limit``, fullest first."""
         self.budget.left -= 1
         if first == len(left):
             yield (), 0

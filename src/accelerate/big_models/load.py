@@ -1,7 +1,7 @@
-"""Loading checkpoints: every weight is read once, straight to its device. Internal.
+"""Loading checkpoints: every weight is read once, directly to its device. Internal.
 
-All headers are read first: what doesn't fit the model is refused before a byte is allocated. Then every tensor is
-copied from the mapped file to its device and dtype, several at a time.
+All headers are read first, so a checkpoint that doesn't fit the model raises before memory is allocated. Then every
+tensor is copied from the mapped file to its device and dtype, several at a time.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from .sizes import (
 
 _log = logging.getLogger(__name__)
 
-#: Tensors that are copied in parallel.
+#: The number of tensors copied in parallel.
 NUM_READERS: Final = 4
-#: Tensors that are being read, or read and not in the model yet.
+#: The maximum number of tensors that are being read, or not yet in the model.
 MAX_IN_FLIGHT: Final = 2 * NUM_READERS
 #: Checkpoints of at least this size are loaded with a progress bar.
 SHOW_PROGRESS_FROM_BYTES: Final = 1 << 30
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """The error of a checkpoint whose names or shapes aren't those of the model."""
+    """The error for a checkpoint whose names or shapes differ from the model's."""
 
 
 def load_state_dict(
     checkpoint_file: str | PathLike[str], device_map: Mapping[str, Device] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors of one weight file, by name, each to its device of the map (cpu where it has none).
+    """Read the tensors of one weight file by name, each to its device in the map (default: cpu).
 
     Raises:
-        CheckpointError: the file is broken, or holds code.
+        CheckpointError: the file is broken or contains code.
     """
     (path,) = find_files(checkpoint_file)
     weight_file = open_weight_file(path)
@@ -109,20 +109,19 @@ def load_checkpoint_in_model(
     *,
     loaded: Callable[[str], None] | None = None,
 ) -> None:
-    """Load a checkpoint into the model, each weight on its device; offload those on disk to ``offload_folder``.
+    """Load a checkpoint into the model, each weight on its device; offload those for disk to ``offload_folder``.
 
-    Without a device map, a tensor that has values already is filled in place and keeps its dtype, whatever ``dtype``
-    says; one on the meta device takes it.
-    A weight that is offloaded unchanged stays in its safetensors file: the folder's index then points there.
-    ``offload_state_dict`` is accepted and changes nothing: weights are never held twice. With ``offload_8bit_bnb``,
-    weights of bitsandbytes that go to disk are there in 8 bits. ``loaded`` is called with the
-    name of each tensor once it is on its device.
+    Without a device map, a tensor that already has values is filled in place and keeps its dtype; one on the meta
+    device gets ``dtype``. A weight that is offloaded unchanged stays in its safetensors file, and the folder's index
+    refers to that file. ``offload_state_dict`` has no effect, because weights are never in memory twice. With
+    ``offload_8bit_bnb``, bitsandbytes weights are written to disk in 8 bits. ``loaded`` is called with the name of
+    each tensor once it is on its device.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
-        CheckpointMismatch: shapes differ, or with ``strict`` names; nothing has been changed then.
+        CheckpointMismatch: shapes differ, or names with ``strict``; the model is unchanged then.
         CheckpointError: a file is broken.
-        SettingError: weights go to disk, and no folder was given.
+        SettingError: weights are offloaded to disk, and no folder was given.
     """
     del offload_state_dict
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
@@ -162,7 +161,7 @@ def load_onto_devices(
     broadcast_from_rank0: bool = False,
     loaded: Callable[[str], None] | None = None,
 ) -> dict[str, Entry]:
-    """Load as :func:`load_checkpoint_in_model` does, but return the index of the offloaded weights."""
+    """Load like :func:`load_checkpoint_in_model`, and return the index of the offloaded weights."""
     wanted: Any = _get_proper_dtype(dtype)
     world = current_world()
     if world is not None and world.is_distributed and (broadcast_from_rank0 or model_has_dtensor(model)):
@@ -197,7 +196,7 @@ def _load_over_ranks(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> None:
-    """Load a sharded model, each rank its shards; with ``broadcast_from_rank0`` only the first rank reads the files."""
+    """Load a sharded model, on each rank its shards; with ``broadcast_from_rank0`` only rank 0 reads the files."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     world = current_world()
@@ -220,7 +219,7 @@ DtypeOf = Callable[[str, torch.dtype], torch.dtype]
 @final
 @dataclass(frozen=True)
 class _Item:
-    """One tensor to be loaded: its names, its file and its device."""
+    """One tensor to load: its names, its file and its device."""
 
     name: str  # in the model
     weight_file: WeightFile
@@ -230,7 +229,7 @@ class _Item:
 
 @final
 class _CheckpointLoader:
-    """The loading of the files of one checkpoint into one model."""
+    """A loader of one checkpoint's files into one model."""
 
     def __init__(
         self,
@@ -260,17 +259,17 @@ class _CheckpointLoader:
         self.stored_names = {name: self._stored_name(name) for name in self.targets}
 
     def _stored_name(self, name: str) -> str | None:
-        """Return the name of a tensor in the files: its own, else one that the model ties to it; None without one."""
+        """Return the name of a tensor in the files: its own, or one the model ties to it; None if there is none."""
         if name in self.stored:
             return name
         group = next((group for group in self.ties if name in group), ())
         return next((other for other in group if other in self.stored), None)
 
     def check(self, strict: bool, checkpoint: object) -> None:
-        """Check that the names and shapes of the checkpoint are those of the model.
+        """Raise unless the names and shapes of the checkpoint are those of the model.
 
         Raises:
-            CheckpointMismatch: it doesn't; the text lists what differs.
+            CheckpointMismatch: they differ; the message lists the differences.
         """
         wrong: list[str] = []
         for name, stored in self.stored_names.items():
@@ -310,7 +309,7 @@ class _CheckpointLoader:
         return as_device(device)
 
     def run(self, target_dtype: DtypeOf, folder: str | PathLike[str] | None) -> dict[str, Entry]:
-        """Load every tensor onto its device; return the index of those on disk."""
+        """Load every tensor onto its device; return the index of the offloaded ones."""
         items = [
             _Item(name, self.stored[stored], stored, self._device_for(name))
             for name, stored in self.stored_names.items()
@@ -328,10 +327,10 @@ class _CheckpointLoader:
         return self._offload([item for item in items if item.device == DISK], target_dtype, folder)
 
     def _check_free_memory(self, items: list[_Item], target_dtype: DtypeOf) -> None:
-        """Check that every device has enough free memory for the tensors to be allocated there.
+        """Raise unless every device has enough free memory for the tensors to allocate there.
 
         Raises:
-            SettingError: one hasn't; nothing has been allocated.
+            SettingError: a device has too little; nothing has been allocated.
         """
         needed: dict[torch.device, dict[str, int]] = {}
         for item in items:
@@ -378,7 +377,7 @@ class _CheckpointLoader:
             return new
 
         with _progress(total) as bar, ThreadPoolExecutor(NUM_READERS) as readers:
-            # A bounded number at a time, in order, so that tensors not in the model yet take little memory.
+            # Read a bounded number at a time, in order, so that tensors not yet in the model take little memory.
             in_flight = deque(readers.submit(read, item) for item in items[:MAX_IN_FLIGHT])
             following = iter(items[MAX_IN_FLIGHT:])
             try:
@@ -439,7 +438,7 @@ class _CheckpointLoader:
         item.weight_file.release([item.stored])
 
     def _scales(self, item: _Item, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the scale of each row where the file has the weight in 8 bits; else None."""
+        """Return the scale of each row if the file has the weight in 8 bits; else None."""
         if value.dtype is not torch.int8 or "weight" not in item.stored:
             return None
         name = item.stored.replace("weight", "SCB")
@@ -459,7 +458,7 @@ def _first_few(names: list[str]) -> str:
 
 
 def _progress(total: int) -> Any:
-    """Return a progress bar in bytes for a large checkpoint, else one that shows nothing."""
+    """Return a progress bar in bytes for a large checkpoint, else one that displays nothing."""
     if total < SHOW_PROGRESS_FROM_BYTES or not is_installed("tqdm"):
         return _NoBar()
     return tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=None)
@@ -491,7 +490,7 @@ def find_files(checkpoint: str | PathLike[str]) -> list[Path]:
 
     Raises:
         CheckpointNotFound: there are none (also a ValueError).
-        SettingError: a folder holds several checkpoints (a ValueError).
+        SettingError: the folder contains several checkpoints (a ValueError).
         CheckpointError: the index can't be read, or shards are missing.
     """
     path = Path(checkpoint)
@@ -559,7 +558,7 @@ class WeightFile(ABC):
 
     @abstractmethod
     def entry(self, name: str) -> Entry | None:
-        """Return an offload index entry that reads the tensor from this very file; None if impossible."""
+        """Return an entry for the offload index that refers to this file; None if impossible."""
 
     def position(self, name: str) -> int:
         """Return the byte offset of the tensor in the file; 0 if unknown."""
@@ -580,7 +579,7 @@ class SafetensorsFile(WeightFile):
         """Open and check the file.
 
         Raises:
-            CheckpointError: it isn't a whole safetensors file of torch tensors.
+            CheckpointError: it isn't a complete safetensors file of torch tensors.
         """
         self.path = path
         self._file = MappedFile(path)
@@ -610,13 +609,13 @@ class SafetensorsFile(WeightFile):
 
 @final
 class PickleFile(WeightFile):
-    """A file of ``torch.save``, unpickled through an allow-list, and memory-mapped where its format allows it."""
+    """A file of ``torch.save``, unpickled with an allow-list, and memory-mapped if its format allows it."""
 
     def __init__(self, path: Path) -> None:
-        """Read the names, dtypes and shapes; a mapped file's values are read when they are used.
+        """Read the names, dtypes and shapes; the values of a mapped file are read on use.
 
         Raises:
-            CheckpointError: it is broken, holds code, or no dict of tensors.
+            CheckpointError: it is broken, contains code, or isn't a dict of tensors.
         """
         self.path = path
         try:

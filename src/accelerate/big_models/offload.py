@@ -28,7 +28,7 @@ Entry = dict[str, Any]
 
 
 def weight_path(folder: str | PathLike[str], name: str) -> Path:
-    """Return the path of the values of a weight in an offload folder."""
+    """Return the path of a weight's values in an offload folder."""
     return Path(folder) / f"{name}.dat"
 
 
@@ -43,10 +43,10 @@ def offload_weight(
     offload_folder: str | PathLike[str],
     index: dict[str, Entry] | None = None,
 ) -> dict[str, Entry]:
-    """Write the values of ``weight`` into the folder; add its entry to ``index`` (a new one if None) and return it.
+    """Write the values of ``weight`` into the folder; return ``index`` (by default a new one) with its entry.
 
     Raises:
-        CheckpointError: the weight has no values, or its name, which may come from a file, is no path inside.
+        CheckpointError: the weight has no values, or its name, which a file may define, is a path outside the folder.
     """
     if weight.is_meta:
         raise CheckpointError(f"{weight_name} is on the meta device: there are no values to write to {offload_folder}.")
@@ -60,10 +60,10 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Read the weight that a file of an offload folder holds into new memory.
+    """Read a weight from a file of an offload folder into new memory.
 
     Raises:
-        CheckpointError: the file hasn't the size that the index says.
+        CheckpointError: the file's size differs from the index.
     """
     dtype, shape = dtype_of(weight_info, weight_file), tuple(weight_info["shape"])
     tensor = torch.empty(shape, dtype=dtype)
@@ -83,7 +83,7 @@ def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Mapping
 
 
 def dtype_of(info: Mapping[str, object], where: object) -> torch.dtype:
-    """Return the dtype that an index entry names."""
+    """Return the dtype named in an index entry."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where}: the index names {info.get('dtype')!r}, which is no dtype of torch.")
@@ -91,7 +91,7 @@ def dtype_of(info: Mapping[str, object], where: object) -> torch.dtype:
 
 
 def read_index(folder: str | PathLike[str]) -> dict[str, Entry]:
-    """Read the index of an offload folder; return an empty one where there is none.
+    """Read the index of an offload folder; return an empty one if there is none.
 
     Raises:
         CheckpointError: it can't be read.
@@ -133,7 +133,7 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: Mapping[str, t
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The entries of ``dataset`` whose names begin with ``prefix``, under their names without it."""
+    """The entries of ``dataset`` whose names begin with ``prefix``; their names omit the prefix."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -156,8 +156,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name from a state dict, from the ``.dat`` files of a folder, or from mapped safetensors files.
 
     An entry of ``index`` is ``{"dtype", "shape"}`` for a file of ``save_folder``, or ``{"safetensors_file",
-    "weight_name", "dtype"}``. A weight in a safetensors file is a view of
-    it, mapped: it takes memory only while it is used.
+    "weight_name", "dtype"}``. A weight in a safetensors file is a view of the mapped file, and takes memory only while
+    it is used.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys.append(name)
 
     def address(self, key: str) -> int | None:
-        """Return the data pointer of a weight, valid as long as this mapping; None for weights read anew each time."""
+        """Return the data pointer of a weight, valid as long as this mapping; None if each use reads it anew."""
         if key in self.state_dict:
             return None if self.state_dict[key].is_meta else self.state_dict[key].data_ptr()
         if self.index[key].get("safetensors_file") is None:
@@ -260,12 +260,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self._prefetcher
 
     def is_worth_prefetching(self, keys: Sequence[str], device: torch.device) -> bool:
-        """Return whether these weights need reading or copying for the device, and enough of it to prefetch them."""
+        """Return whether these weights have to be read or copied for the device, and are large enough to prefetch."""
         needs_copy = device.type != CPU.name or any(key not in self.state_dict for key in keys)
         return needs_copy and device.type != "meta" and sum(map(self.num_bytes, keys)) >= MIN_UNIT_BYTES
 
     def _mapped(self, key: str) -> tuple[MappedFile, str] | None:
-        """Return the safetensors file in which a weight is mapped and its name there; None for other weights."""
+        """Return the mapped safetensors file of a weight and its name in it; None for other weights."""
         entry = self.index.get(key) if key not in self.state_dict else None
         if entry is None or entry.get("safetensors_file") is None:
             return None
@@ -282,19 +282,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return True
 
     def release(self, keys: Sequence[str]) -> None:
-        """Free the memory pages read for these weights, if they are in mapped safetensors files."""
+        """Free the memory pages of these weights if they are in mapped safetensors files."""
         for mapped in map(self._mapped, keys):
             if mapped is not None:
                 mapped[0].release([mapped[1]])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_prefetcher": None}  # a copy learns its own order
+        return self.__dict__ | {"_prefetcher": None}  # a copy records its own order of modules
 
 
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries that are one of the named submodules, or lie in one."""
+    """Return the entries that are one of the named submodules, or are inside one."""
     return {
         key: value
         for key, value in state_dict.items()
@@ -305,8 +305,8 @@ def extract_submodules_state_dict(
 # --------------------------------------------------------------------------------------------------
 # Memory-mapped safetensors files: a tensor is a view of the file, and takes memory only while it is used
 #
-# The safetensors library keeps touched pages in memory; here madvise says what will be needed soon, and what
-# won't be needed for a while.
+# The safetensors library keeps read pages in memory; here madvise tells the kernel which pages are needed soon, and
+# which aren't needed for a while.
 
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
     name: dtype
@@ -323,14 +323,14 @@ _LARGEST_HEADER_BYTES: Final = 100_000_000
 
 @final
 class MappedFile:
-    """One safetensors file, memory-mapped; writing to a tensor changes this process's copy only."""
+    """One memory-mapped safetensors file; writing to a tensor changes only this process's copy."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         """Map the file and check its header.
 
         Raises:
-            CheckpointNotFound: it isn't there.
-            CheckpointError: it isn't a whole safetensors file.
+            CheckpointNotFound: the file doesn't exist.
+            CheckpointError: it isn't a complete safetensors file.
         """
         self.path: Path = Path(path)
         try:
@@ -394,7 +394,7 @@ class MappedFile:
         return tensor_view(self._map, self._start + begin, dtype, shape)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the values of the tensor are in the mapped memory of this file."""
+        """Return whether the tensor's values are in the mapped memory of this file."""
         begin = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         return begin <= tensor.data_ptr() < begin + self.num_bytes
 
@@ -410,7 +410,7 @@ class MappedFile:
                 self._map.madvise(option, begin, end - begin)
 
     def release(self, names: Iterable[str]) -> None:
-        """Free the memory pages that were read for these tensors (MADV_DONTNEED)."""
+        """Free the memory pages read for these tensors (MADV_DONTNEED)."""
         option = getattr(mmap, "MADV_DONTNEED", None)
         if option is None:  # an operating system without it
             return
@@ -423,18 +423,18 @@ class MappedFile:
 
 
 def tensor_view(buffer: object, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over the bytes of a buffer from ``offset`` on."""
+    """Return a tensor that views the bytes of a buffer from ``offset`` on."""
     num_elements = torch.Size(shape).numel()
     if offset % dtype.itemsize == 0:
         return torch.frombuffer(buffer, dtype=dtype, count=num_elements, offset=offset).reshape(shape)
-    # Files of other writers may have an odd header: torch wants elements at their own alignment, so these are copied.
+    # Files of other writers may have a header of odd size; torch needs aligned elements, so these are copied.
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_elements * dtype.itemsize, offset=offset)
     return raw.clone().view(dtype).reshape(shape)
 
 
 @final
 class MappedFiles:
-    """Mapped files by path, each opened at its first use."""
+    """Mapped files by path, each opened on first use."""
 
     def __init__(self) -> None:
         self._files: dict[str, MappedFile] = {}

@@ -1,4 +1,4 @@
-"""Moving one tensor of a module to a device, with its class and its ties kept. Internal."""
+"""Move one tensor of a module to a device, and keep its class and its ties. Internal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import PreparationError
 from .offload import Entry, offload_weight
 from .sizes import Device, as_device
 
-#: Address of a tensor -> device -> the one copy of it there.
+#: Address of a tensor -> device -> its single copy on that device.
 TiedCopies = MutableMapping[int, dict[torch.device, torch.Tensor]]
 
 #: Parameter classes, by name, whose values don't have the shape of the weight they stand for.
@@ -28,7 +28,7 @@ _QUANTISED = frozenset({"QTensor", "QBitsTensor", "QBytesTensor", "AffineQuantiz
 
 
 def owner_and_name(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the tensor with a dotted name, and its name there.
+    """Return the submodule that holds the tensor with a dotted name, and its name in it.
 
     Raises:
         PreparationError: there is no such tensor.
@@ -45,7 +45,7 @@ def owner_and_name(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]
 
 
 def rebuild_parameter(old: torch.Tensor, value: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
-    """Return a parameter with the class, attributes and gradient flag of ``old``, and with ``value`` as its values."""
+    """Return a parameter with the class, attributes and ``requires_grad`` of ``old`` and the values ``value``."""
     wants_grad = old.requires_grad if requires_grad is None else requires_grad
     wants_grad = wants_grad and (value.is_floating_point() or value.is_complex())
     if type(old) is nn.Parameter:
@@ -71,13 +71,13 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Move the named parameter or buffer to ``device``, with the values ``value`` where given.
+    """Move the named parameter or buffer to ``device``, with the values ``value`` if given.
 
-    It keeps its dtype unless ``dtype`` is given, its class and its gradient flag. With ``tied_params_map``, tensors
-    that were one become one on the new device too.
+    It keeps its class, its ``requires_grad`` and, unless ``dtype`` is given, its dtype. With ``tied_params_map``, tied
+    tensors stay tied on the new device.
 
     Raises:
-        PreparationError: there is no such tensor, its shape is another one, or it has no values to move.
+        PreparationError: there is no such tensor, its shape differs, or it has no values to move.
     """
     owner, name = owner_and_name(module, tensor_name)
     is_buffer = name in owner._buffers
@@ -97,8 +97,8 @@ def set_module_tensor_to_device(
     if value is None and old.device == target and dtype is None:
         new = old
     else:
-        # Converted where the values are, so that the device never holds both. A caller that wants the smaller transfer
-        # of moving first does that itself.
+        # Convert before the move, so that the device never holds both. Callers that want the smaller transfer move the
+        # tensor first.
         with torch.no_grad():
             new = _moved(old, value, dtype, target, fp16_statistics, non_blocking, is_buffer)
     tensors[name] = new
@@ -180,12 +180,12 @@ def _quantised(
 
 
 def quantizing_device() -> Device:
-    """Return the device that quantises weights: this process's accelerator, else the host."""
+    """Return the device that quantises weights: this process's accelerator, else the CPU."""
     return CPU.name if available_kind() is CPU else torch.accelerator.current_device_index()
 
 
 def is_quantised_on_move(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is one that bitsandbytes converts to 8 bits when it moves to a device."""
+    """Return whether bitsandbytes converts this parameter to 8 bits when it moves to a device."""
     return type(parameter).__name__ == "Int8Params"
 
 
@@ -198,9 +198,9 @@ def quantize_and_offload_8bit(
     offload_index: MutableMapping[str, Entry],
     fp16_statistics: torch.Tensor | None = None,
 ) -> None:
-    """Write a weight to the offload folder in 8 bits, with the scale of each row; leave it on the meta device.
+    """Write a weight and its row scales to the offload folder in 8 bits; leave it on the meta device.
 
-    With ``fp16_statistics``, ``param`` is in 8 bits already, and these are the scales.
+    With ``fp16_statistics``, which are the scales, ``param`` is in 8 bits already.
     """
     index: Any = offload_index
     scales = fp16_statistics
@@ -217,7 +217,7 @@ def quantize_and_offload_8bit(
 
 
 def drop_8bit_weight(layer: nn.Module, parameter: torch.Tensor) -> None:
-    """Drop the 8-bit weight that a layer of bitsandbytes keeps from its forward."""
+    """Drop the 8-bit weight that a bitsandbytes layer keeps from its forward."""
     state: Any = getattr(layer, "state", None)
     if state is not None and is_quantised_on_move(parameter):
         state.CB = state.SCB = None

@@ -1,8 +1,8 @@
-"""Prefetching of offloaded weights: those of the modules that run next are read while this one computes. Internal.
+"""Prefetching of offloaded weights: read the weights of the next modules while the current one computes. Internal.
 
-The order of the modules is recorded while the model runs for the first time. On the host the kernel is told to read
-what is mapped, and a thread reads other files. For an accelerator the thread fills page-locked buffers and copies from
-there on a stream of its own. What has been read and isn't used yet is bounded by the largest module.
+The first run of the model records the order of its modules. On the host, the kernel reads mapped files and a thread
+reads other files. For an accelerator, the thread fills pinned buffers and copies them on its own stream. The size of
+prefetched weights is bounded by the largest module.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..devices.table import CPU
 
 Unit = tuple[str, ...]  # the names of weights that are needed together
 
-#: Smaller units are read when they are needed: handing them to the thread would take longer.
+#: Smaller units are read when they are needed, because passing them to the thread would take longer.
 MIN_UNIT_BYTES: Final = 256 << 10
-#: This many bytes may always be prefetched, however small the modules are.
+#: The number of bytes that may always be prefetched, even if modules are smaller.
 MIN_PREFETCH_BYTES: Final = 16 << 20
 MAX_PREFETCHED_UNITS: Final = 16
 
@@ -44,7 +44,7 @@ class WeightStore(Protocol):
 
 @final
 class WeightPrefetcher:
-    """A reader of weight units that prefetches in the order of the previous run of the model."""
+    """A reader of weight units that prefetches in the order of the model's previous run."""
 
     def __init__(self, weights: WeightStore) -> None:
         self._weights = weights
@@ -58,7 +58,7 @@ class WeightPrefetcher:
         self.num_prefetched: int = 0  # units that were read, or being read, when they were fetched
 
     def fetch(self, unit: Unit, device: torch.device) -> list[torch.Tensor]:
-        """Return the weights of a unit on the device, and start to prefetch the units that follow."""
+        """Return the weights of a unit on the device, and start to prefetch the next units."""
         if self._last is not None:
             self._successors[self._last] = unit
         self._last = unit
@@ -99,7 +99,7 @@ class WeightPrefetcher:
             self._in_flight[following, device] = self._thread.submit(self._prefetch, following, device)
 
     def _window(self, unit: Unit) -> Iterator[Unit]:
-        """Yield the units that are likely to follow, within the memory limit of prefetching."""
+        """Yield the units that probably follow, within the memory limit for prefetching."""
         left = max(max(self._sizes.values(), default=0), MIN_PREFETCH_BYTES)
         for _ in range(MAX_PREFETCHED_UNITS):
             following = self._successors.get(unit)
@@ -131,7 +131,7 @@ def pinned_buffer(num_bytes: int) -> torch.Tensor:
 
 @final
 class _Transfer:
-    """Weights that have been read, or are being copied to an accelerator."""
+    """Weights that were read, or are being copied to an accelerator."""
 
     def __init__(self, values: list[torch.Tensor], module: Any = None, done: torch.Event | None = None) -> None:
         self._values = values
@@ -150,7 +150,7 @@ class _Transfer:
 
 @final
 class _CopyStream:
-    """A copy stream to one accelerator, with two pinned buffers that are used in turn."""
+    """A copy stream to one accelerator, with two pinned buffers used in turn."""
 
     NUM_BUFFERS: Final = 2
 
@@ -176,7 +176,7 @@ class _CopyStream:
         return _Transfer(copies, self._module, done)
 
     def _staged(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the values into the current pinned buffer, and return them as views of it."""
+        """Copy the values into the current pinned buffer, and return views of it."""
         starts, end = [], 0
         for value in values:
             starts.append(end)

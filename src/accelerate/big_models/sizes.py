@@ -1,4 +1,4 @@
-"""Sizes, names and ties of a model's tensors, and the devices that they are mapped to. Internal."""
+"""Sizes, names and ties of a model's tensors, and their devices in a device map. Internal."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module and every tensor by name; the whole model is ``""``.
 
-    ``dtype`` is what floating-point tensors will be converted to where that makes them smaller, ``special_dtypes`` the
-    same for single tensors by name, in either direction. A tensor with several names counts once, under the first.
+    Floating-point tensors are counted in ``dtype`` if that is smaller, and single tensors in their dtype in
+    ``special_dtypes`` in any case. A tensor with several names counts once, under the first.
     """
     wanted = _get_proper_dtype(dtype)
     special = {name: _get_proper_dtype(each) for name, each in (special_dtypes or {}).items()}
@@ -94,7 +94,7 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that have no other name below them."""
+    """Return the names without other names below them."""
     parents = {name.rpartition(".")[0] for name in module_sizes if "." in name}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -107,7 +107,7 @@ def no_split_classes(given: str | Iterable[str] | None) -> frozenset[str]:
 
 
 def own_parts(module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
-    """Return what a module is split into, by name: its own parameters, its children, its own buffers."""
+    """Return the parts of a module by name: its own parameters, its children, its own buffers."""
     return [
         *module.named_parameters(recurse=False),
         *module.named_children(),
@@ -132,8 +132,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is a module without children, or one whose class is never split; a tensor that a module holds beside its
-    children is none, unless it is named in ``modules``.
+    A layer is a module without children, or of a class that is never split. A tensor beside a module's children counts
+    only if it is named in ``modules``.
     """
     largest, names = 0, list[str]()
     for name in layers_in(modules, no_split_classes(no_split_module_classes)):
@@ -146,7 +146,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of the model, and those of its largest layer with the names of all layers of that size."""
+    """Return the bytes of the model, and those of its largest layer with all layer names of that size."""
     sizes = compute_module_sizes(model)
     no_split: Any = getattr(model, "_no_split_modules", None) or []
     return sizes.get("", 0), get_max_layer_size(own_parts(model), sizes, no_split)
@@ -157,8 +157,8 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
-    """Return the groups of names that are the same parameter, each group sorted."""
-    del kwargs  # older callers hand over what their own recursion needed
+    """Return the groups of names of the same parameter, each group sorted."""
+    del kwargs  # older callers pass arguments of their own recursion
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -166,7 +166,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
 
 
 def check_tied_parameters_in_config(model: object) -> bool:
-    """Return whether the configuration of a transformers model says that it ties weights."""
+    """Return whether the config of a transformers model ties weights."""
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -184,7 +184,7 @@ def check_tied_parameters_in_config(model: object) -> bool:
 
 
 def device_of(name: str, device_map: Mapping[str, object]) -> Any:
-    """Return the device of a tensor or module in the map, by its longest prefix; None if it has none."""
+    """Return the device of a tensor or module in the map, by its longest prefix; None if there is none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -203,13 +203,13 @@ def check_tied_parameters_on_same_device(tied_params: TiedNames, device_map: Map
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the tensor with a dotted name, and its name there."""
+    """Return the submodule that holds the tensor with a dotted name, and its name in it."""
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
 
 
 def retie_parameters(model: nn.Module, tied_params: TiedNames) -> None:
-    """Tie each group of names to one parameter: the first of them that has values."""
+    """Tie each group of names to one parameter: the first one with values."""
     for group in tied_params:
         owners = [owner_of(model, name) for name in group]
         found = [owner._parameters.get(own) for owner, own in owners]
@@ -226,7 +226,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module | torch.Tensor]],
 ) -> tuple[int, list[str], list[nn.Module | torch.Tensor]]:
-    """Return the bytes of a module and the pending modules tied to it; the names of these; these modules.
+    """Return the bytes of a module and the pending modules tied to it, the names of these, and these modules.
 
     ``tied_params`` are the names of the partners. A tied weight is in ``module_sizes`` once, so nothing counts twice.
     """
@@ -237,7 +237,7 @@ def get_module_size_with_ties(
 
 
 def partners_in(tied_params: Iterable[str], pending: Sequence[tuple[str, object]]) -> list[int]:
-    """Return the indices of the pending parts that are, or hold, one of the names, in order."""
+    """Return the indices of the pending parts that are, or contain, one of the names, in order."""
     wanted = list(tied_params)
     return [
         index
@@ -253,9 +253,9 @@ def partners_in(tied_params: Iterable[str], pending: Sequence[tuple[str, object]
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of the module by name, then its buffers; with ``recurse`` those of its submodules too.
+    """Yield the module's parameters by name, then its buffers; with ``recurse``, also those of submodules.
 
-    A tensor with several names is yielded under its first one.
+    A tensor with several names is yielded under the first one.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -267,7 +267,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that aren't in the state dict; dotted names with ``fqns``."""
+    """Return the names of the buffers outside the state dict; dotted names with ``fqns``."""
     if not recurse:
         return non_persistent_buffers(module)
     return {
@@ -278,7 +278,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return a key that tensors over the same memory share: device, identity of the storage, its size in bytes."""
+    """Return a key shared by tensors over the same memory: device, identity and size in bytes of the storage."""
     storage = tensor.untyped_storage()
     # Tensors on the meta device have no address, so there the storage object itself is the identity.
     identity = storage_key(storage) if tensor.is_meta else storage.data_ptr()
@@ -289,7 +289,7 @@ def as_device(device: Device) -> torch.device:
     """Return the torch device; an integer is the index of an accelerator.
 
     Raises:
-        SettingError: an integer was given, and there is no accelerator here.
+        SettingError: an integer was given, and this machine has no accelerator.
     """
     if isinstance(device, torch.device):
         return device
@@ -305,7 +305,7 @@ def as_device(device: Device) -> torch.device:
 
 
 def check_device_same(first_device: Device, second_device: Device) -> bool:
-    """Return whether both name one device; an accelerator without an index is the one with index 0."""
+    """Return whether both are the same device; an accelerator without an index is the one with index 0."""
     first, second = as_device(first_device), as_device(second_device)
     if first.type != second.type:
         return False

@@ -1,6 +1,6 @@
-"""Training with less memory on the device: optimizer state and activations in host memory. Internal.
+"""Training with less device memory: optimizer state and activations in host memory. Internal.
 
-Both change only where values are kept: a run with them equals the run without, bit for bit.
+Results are bit for bit the same as without offloading.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..errors import SettingError
 from ..modules import is_sharded
 from ..torch_private.modules import set_step_hooks, step_hooks
 
-#: Optimizer state that is on the device at once during a step, beside the chunk that follows.
+#: The bytes of optimizer state on the device during a step, without the prefetched chunk.
 CHUNK_BYTES: Final = 256 << 20
-#: Smaller activations stay on the device: they aren't worth a copy.
+#: Smaller activations stay on the device, because a copy costs more than it saves.
 MIN_ACTIVATION_BYTES: Final = 1 << 20
 _MARK: Final = "_offloads_activations"
 
@@ -32,11 +32,11 @@ Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def offload_optimizer(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Keep the optimizer's state in host memory, and copy it to the device in chunks while ``step()`` uses it.
+    """Keep the optimizer's state in host memory, and copy it to the device in chunks during ``step()``.
 
-    The next chunk is copied while one is in use, so two are there at a time. For optimizers that treat each parameter
-    by itself, as all of torch's do but LBFGS. Call it after ``prepare``. Where parameters are in host memory nothing
-    changes.
+    The next chunk is copied while one is in use, so the device holds two at a time. The optimizer must update each
+    parameter separately, as all of torch's do except LBFGS. Call this after ``prepare``. It has no effect on parameters
+    in host memory.
 
     Raises:
         SettingError: parameters are sharded (their strategy offloads them), or the optimizer needs all of them at once.
@@ -62,9 +62,9 @@ def offload_optimizer(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CH
 
 
 def offload_activations(*modules: nn.Module, smallest_bytes: int = MIN_ACTIVATION_BYTES) -> None:
-    """Keep what the modules save for their backward pass in host memory, except for weights and small tensors.
+    """Keep tensors saved for the backward pass in host memory, except weights and small tensors.
 
-    Names and classes of the modules stay: only the instances' ``forward`` changes.
+    Names and classes of the modules don't change; only the instances' ``forward`` does.
     """
     for module in modules:
         if not module.__dict__.get(_MARK, False):
@@ -103,7 +103,7 @@ def _is_worth_moving(tensor: torch.Tensor, smallest_bytes: int) -> bool:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    # Queued behind what computes the tensor, and before whatever its memory is used for next.
+    # Queued after the computation of the tensor, and before the next use of its memory.
     on_host = torch.empty_like(tensor, device=CPU.name, pin_memory=tensor.device.type != CPU.name)
     return on_host.copy_(tensor, non_blocking=True)
 
@@ -139,12 +139,12 @@ class _OffloadStream:
         """Make the current stream wait until these tensors are on the device."""
         current = self._kind.current_stream(self._device)
         if tensors:
-            current.wait_event(self._sent)  # not for what leaves at the same time
+            current.wait_event(self._sent)  # don't wait for concurrent copies to the host
         for tensor in tensors:
             tensor.record_stream(current)
 
     def to_host(self, tensor: torch.Tensor, on_host: torch.Tensor | None) -> torch.Tensor:
-        """Start to copy a tensor to host memory (into ``on_host`` if it fits), after its queued work."""
+        """Start to copy a tensor to host memory (into ``on_host`` if it fits), after its queued operations."""
         if on_host is None or on_host.shape != tensor.shape or on_host.dtype != tensor.dtype:
             on_host = torch.empty_like(tensor, device=CPU.name, pin_memory=True)
         if tensor.device.type == CPU.name:  # as it was loaded
@@ -185,7 +185,7 @@ class _OffloadedState:
 
     def _step(self, closure: Callable[[], T] | None) -> T | None:
         loss = None
-        if closure is not None:  # it makes the gradients, once for all chunks
+        if closure is not None:  # it computes the gradients, once for all chunks
             with torch.enable_grad():
                 loss = closure()
         chunks = list(self._chunks())
@@ -200,7 +200,7 @@ class _OffloadedState:
                 inside = set(map(id, chunk))
                 for group, parameters in zip(groups, whole, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in inside]
-                # Step hooks of others run once: before the first chunk, and after the last.
+                # Other step hooks run once: before the first chunk, and after the last.
                 set_step_hooks(
                     self._optimizer,
                     before if index == 0 else OrderedDict(),
@@ -243,7 +243,7 @@ class _OffloadedState:
         for parameter in parameters:
             state = self._optimizer.state.get(parameter) or {}
             for name, value in state.items():
-                # Counters that torch keeps in host memory, and the few numbers of others, aren't worth a copy.
+                # Don't copy counters, which torch keeps in host memory, nor other small tensors.
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     key = id(parameter), name
                     self._on_host[key] = state[name] = self._offload_stream.to_host(value, self._on_host.get(key))
