@@ -1,1 +1,1 @@
-"""Kinds of devices, as strings; torch and a vendor's extension are imported by the row that is used. Internal."""
+"""Kinds of devices, as strings; torch and a vendor's extension are imported on first use of a kind."""

@@ -1,4 +1,4 @@
-"""Tracking of every allocation while code runs on tensors without values. Internal."""
+"""Track every allocation of code that runs on tensors without values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .table import CPU
 Kind = Literal["weights", "buffers", "gradients", "optimizer", "gathered", "other"]
 _KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
-#: Accelerators hand out memory in pieces of this size (torch's CUDA caching allocator: kMinBlockSize), the host any
-#: number of bytes.
+#: Accelerators allocate multiples of this size (kMinBlockSize in torch's CUDA caching allocator), the host any number
+#: of bytes.
 _PIECE_BYTES = 512
 _GROUPED: Any = grouped_mm_operator()
 
@@ -42,7 +42,7 @@ class AllocationTracker(TorchDispatchMode):
         self.on_growth: Callable[[], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count the new memory of its result."""
+        """Run the operation, and count the memory that it allocates for its result."""
         del types
         result = _shaped(func, args, kwargs or {})
         if self._device_type == CPU.name:
@@ -75,7 +75,7 @@ class AllocationTracker(TorchDispatchMode):
         return grown
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the memory of a storage anew, whose size has changed."""
+        """Update the count for a storage whose size has changed."""
         found = self._known.get(storage_key(storage))
         if found is not None:
             reference, before, kind = found
@@ -100,7 +100,7 @@ class AllocationTracker(TorchDispatchMode):
 def _shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on tensors without values."""
     if func is _GROUPED:
-        # Computed in any dtype; without values torch knows the shape of the result for one only.
+        # These operations take any dtype, but without values torch infers the shape of the result for one dtype only.
         first, second, *others = args
         result = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *others, **kwargs)
         return result.to(first.dtype)
@@ -110,9 +110,9 @@ def _shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Memory of oneDNN's CPU kernels beside their results: blocked copies of images, workspaces of recurrent layers
 #
-# Tensors without values don't have it. The sizes are those of oneDNN as torch calls it, found by measuring the peak of
-# real steps (benchmarks/estimates.py); tests/unit/estimate/test_trace.py measures again, and holds them within 3 %. The
-# kernels differ by the processor's instructions, and so do their copies.
+# Tensors without values don't have this memory. The sizes are those of oneDNN as torch calls it, found by measuring the
+# peak of real steps (benchmarks/estimates.py); tests/unit/estimate/test_trace.py checks that they are within 3 %.
+# Kernels and their copies depend on the processor's instructions.
 
 #: The channels in one block of an image, by the widest vector instructions.
 _BLOCK_CHANNELS: Final = {"AVX512": 16, "AVX2": 8, "": 8}
@@ -123,13 +123,13 @@ _NUM_GATES: Final = 4  # of an LSTM, the only recurrent layer that oneDNN comput
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Return ``result`` with the recurrent layer's workspace in the size that it has for tensors with values."""
+    """Return ``result`` with the recurrent layer's workspace in the size for tensors with values."""
     is_training = func.overloadpacket is torch.ops.aten.mkldnn_rnn_layer and args[15]
     return (*result[:3], result[3].new_empty(_lstm_workspace(args[0], args[1]))) if is_training else result
 
 
 def temporary_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return the bytes that the operation allocates for itself and frees before it returns."""
+    """Return the bytes that the operation allocates and frees before it returns."""
     name = func.overloadpacket
     if name is torch.ops.aten.convolution:
         image, weight = args[:2]
@@ -170,7 +170,7 @@ def _in_blocks(image: torch.Tensor) -> int:
 
 
 def _read_in_blocks(image: torch.Tensor) -> int:
-    """Return the bytes of an image's copy in blocks, or its own bytes if it has few channels and is read as it is."""
+    """Return the bytes of an image's blocked copy; 0 if it has few channels and is read directly."""
     return _in_blocks(image) if image.shape[1] >= _BLOCK_CHANNELS[_instructions()] else 0
 
 
@@ -178,7 +178,7 @@ def _read_in_blocks(image: torch.Tensor) -> int:
 
 
 def _row(length: int) -> int:
-    """Return the number of elements that a workspace row of ``length`` elements is padded to."""
+    """Return the padded number of elements of a workspace row with ``length`` elements."""
     row = -(-length // _ALIGNED) * _ALIGNED
     return row + _ALIGNED if row % _CLASHING == 0 else row
 

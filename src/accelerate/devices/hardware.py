@@ -1,4 +1,4 @@
-"""Queries of the driver and the host about accelerators: names, driver version, links, nearest cores, precisions."""
+"""Queries about accelerators to the driver and the host: names, driver version, links, nearest cores, precisions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 def _query(column: str) -> list[str]:
-    """Ask the NVIDIA driver's tool for a column; return one line per device, or none where there is no driver."""
+    """Ask the NVIDIA driver's tool for a column; return one line per device, or none if there is no driver."""
     command = ["nvidia-smi", f"--query-gpu={column}", "--format=csv,noheader"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS)
@@ -43,18 +43,18 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None without one, without importing torch."""
+    """Return the version of the NVIDIA driver, or None if there is none, without importing torch."""
     return next(iter(_query("driver_version")), None)
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the device type that workers started here would use, and the DistributedType of several of them."""
+    """Return the device type for workers started here, and the DistributedType of several of them."""
     kind, _ = present()
     return kind.name, kind.label
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether the NVIDIA devices of this host support peer-to-peer links; True for a single one."""
+    """Return whether the NVIDIA devices of this host support peer-to-peer links; True for a single device."""
     names, count = get_gpu_info()
     return count <= 1 or not _lacks_links(names)
 
@@ -68,10 +68,10 @@ def _lacks_links(names: list[str]) -> bool:
 
 
 def refuse_missing_links(kind: DeviceKind) -> None:
-    """Raise unless several devices of this host can communicate, or have been told not to use direct links.
+    """Raise if several devices of this host have no direct links, unless direct links are disabled.
 
     Raises:
-        NotBuilt: the cards have no direct links, and the communication library would try to use them.
+        NotBuilt: the cards have no direct links, but the communication library would try to use them.
     """
     if kind.device_count() < 2 or all(flag(name) for name in _LINK_VARIABLES):
         return
@@ -85,17 +85,17 @@ def refuse_missing_links(kind: DeviceKind) -> None:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the current NVIDIA device computes in 8-bit floating point (imports torch)."""
+    """Return whether the current NVIDIA device computes in 8-bit floats (imports torch)."""
     return kind_of("cuda").capability() >= _FIRST_FP8_CAPABILITY
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores nearest to its device, once: later calls change nothing."""
+    """Bind this process to the cores nearest to its device, once: later calls have no effect."""
     _bind_once(local_process_index, verbose)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores nearest to its device; leave it as it is where the host can't tell."""
+    """Bind this process to the cores nearest to its device, if the host knows them."""
     bus_ids = _query("pci.bus_id")
     cores = nearest_cores(bus_ids[local_process_index]) if local_process_index < len(bus_ids) else set[int]()
     usable = cores & usable_cpus() if hasattr(os, "sched_setaffinity") else set[int]()
@@ -112,13 +112,13 @@ def _bind_once(local_process_index: int, verbose: bool | None) -> None:
 
 
 def bind_to_cores(local_process_index: int) -> None:
-    """Bind this process to the cores nearest to its device where ACCELERATE_CPU_AFFINITY asks for it."""
+    """Bind this process to the cores nearest to its device if ACCELERATE_CPU_AFFINITY is set."""
     if read("ACCELERATE_CPU_AFFINITY") is not None and flag("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(local_process_index)
 
 
 def nearest_cores(bus_id: str, devices: Path = _PCI_DEVICES) -> set[int]:
-    """Return the cores of the NUMA node of the PCI device `0000:17:00.0`; none where the host can't tell."""
+    """Return the cores of the NUMA node of the PCI device `0000:17:00.0`; empty if the host doesn't know it."""
     # The driver writes the domain with eight digits, the kernel with four.
     file = devices / bus_id.lower()[-12:] / "local_cpulist"
     try:
@@ -134,8 +134,8 @@ def nearest_cores(bus_id: str, devices: Path = _PCI_DEVICES) -> set[int]:
 
 # -- availability of kinds of devices and precisions -------------------------------------------------------
 #
-# These functions import torch, and the vendor's extension where there is one. `check_device` asks the driver too in
-# the documented interface; here that is always done.
+# These functions import torch, and the vendor's extension if there is one. They always ask the driver; in the
+# documented interface, `check_device` makes them do so.
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether an XLA device can be used; with ``check_is_tpu`` or ``check_is_gpu``, one of that hardware.
 
     Raises:
-        ValueError: both checks are asked for.
+        ValueError: both checks are requested.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("`is_torch_xla_available` checks for a TPU or for a GPU, not for both at once.")
@@ -228,7 +228,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_rocm_available() -> bool:
-    """Return whether torch was built for AMD's devices, and one can be used."""
+    """Return whether torch was built for ROCm, and an AMD device can be used."""
     import torch
 
     return torch.version.hip is not None and is_cuda_available()
@@ -242,7 +242,7 @@ def is_xccl_available() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device found here computes in bfloat16; False for XLA with ``ignore_tpu``."""
+    """Return whether this machine's device computes in bfloat16; False for XLA with ``ignore_tpu``."""
     kind = available_kind()
     if ignore_tpu and kind == kind_of("xla"):
         return False
@@ -250,7 +250,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return whether the device found here computes in float16."""
+    """Return whether this machine's device computes in float16."""
     return available_kind().supports_fp16()
 
 

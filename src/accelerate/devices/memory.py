@@ -1,4 +1,4 @@
-"""Device memory: releasing it, recognising out-of-memory errors, retrying with a smaller batch."""
+"""Device memory: release it, recognise out-of-memory errors, retry with a smaller batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-#: The messages of the devices' allocators, in lower case, when memory ran out.
+#: Out-of-memory messages of the devices' allocators, in lower case.
 _OUT_OF_MEMORY_MESSAGES: Final = (
     " out of memory",
     "cudnn_status_not_supported",
@@ -26,7 +26,7 @@ _OUT_OF_MEMORY_MESSAGES: Final = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give back the memory that torch's allocator keeps for reuse; collect garbage first if asked."""
+    """Release the cached memory of torch's allocator; collect garbage first if ``garbage_collection``."""
     if garbage_collection:
         gc.collect()
     table.empty_caches()
@@ -35,7 +35,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: object) -> list[None]:
     """Collect garbage, empty the device's cache, and return one None for each object.
 
-    Assign the result to the names of the objects, so that nothing refers to them any more::
+    Assign the result to the names of the objects, so that no reference to them is left::
 
         model, optimizer = release_memory(model, optimizer)
 
@@ -48,7 +48,7 @@ def release_memory(*objects: object) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether the exception says that memory ran out, on the device or on the host."""
+    """Return whether the exception is an out-of-memory error, on the device or on the host."""
     if isinstance(exception, MemoryError):
         return True
     if not isinstance(exception, RuntimeError):
@@ -74,12 +74,11 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Callable[..., object]:
-    """Decorate a function to be called with a batch size, as its first argument, that fits into memory.
+    """Decorate a function to get, as its first argument, a batch size that fits into memory.
 
-    It is called with ``starting_batch_size``; each time memory runs out it is called again from its
-    beginning with a smaller size: nine tenths, or what ``reduce_batch_size_fn`` returns (given the size
-    that failed, if it takes an argument). The size that worked is where the next call begins. The batch
-    size is found by each process for itself.
+    The function is called with ``starting_batch_size``. Each time memory runs out, it is called again with a smaller
+    size: nine tenths, or the result of ``reduce_batch_size_fn`` (called with the failed size, if it takes an argument).
+    The next call starts with the size that worked. Each process finds its batch size on its own.
 
     Works with and without parentheses::
 
@@ -90,7 +89,7 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: the caller passed a batch size of its own.
-        RuntimeError: no size is small enough.
+        RuntimeError: no batch size is small enough.
     """
     if function is None:
         return functools.partial(
@@ -111,10 +110,10 @@ def find_executable_batch_size(
         while batch_size > 0:
             try:
                 return run(batch_size, *args, **kwargs)
-            except Exception as error:  # looked at, and raised again unless memory ran out
+            except Exception as error:  # raised again unless memory ran out
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside the handler: inside it, the traceback still holds the tensors of the failed call.
+            # Outside of the handler, because inside it the traceback still refers to the tensors of the failed call.
             clear_device_cache(garbage_collection=True)
             before, batch_size = batch_size, smaller(batch_size)
             logger.info("%s ran out of memory with batch size %d; trying %d.", name, before, batch_size)

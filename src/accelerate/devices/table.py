@@ -1,7 +1,7 @@
-"""The kinds of devices, one row each: its name, and how it is counted, seeded, measured and synchronised.
+"""The kinds of devices, one row each: its name, and how to count, seed, measure and synchronise it.
 
-A row is strings only, so this file needs no torch; torch and a vendor's extension are imported when a row is asked to
-do something. Adding a vendor is adding a row to `KINDS`.
+A row has only strings, so this file needs no torch; torch and a vendor's extension are imported when a method of a row
+is called. To add a vendor, add a row to `KINDS`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _NEVER: Final = "never"
 @final
 @dataclass(frozen=True)
 class DeviceKind:
-    """One kind of device, as strings. An empty string means: this kind has no such thing.
+    """One kind of device, as strings; an empty string means that this kind lacks the feature.
 
-    A call is the name of a function of `module`, or `package.module:function` where it lives elsewhere.
+    A call is the name of a function of `module`, or `package.module:function` for one elsewhere.
     """
 
     name: str  # torch's name of the device type
-    label: str  # the DistributedType that callers see when several processes share the work
-    module: str  # where torch keeps its functions
-    extension: str = ""  # the package whose import teaches torch this device
+    label: str  # the DistributedType of several processes on this kind
+    module: str  # the torch module with its functions
+    extension: str = ""  # the package that registers this device with torch on import
     backend: str = ""  # the backend of its process groups
-    visible_devices: str = ""  # the variable that narrows which ones a process sees
-    builds: str = ""  # the names in torch/version.py of which a torch with this device sets one
-    runtime: str = ""  # the module that knows rank and size by itself, without a process group
-    binds_group: bool = False  # the process group can be bound to the device when it is made
-    driver_builds: str = ""  # the builds whose devices the driver's files and command count
-    driver_files: str = ""  # a glob with one entry per device that the driver offers
+    visible_devices: str = ""  # the environment variable that limits the visible devices
+    builds: str = ""  # names in torch/version.py; a torch with this device sets one of them
+    runtime: str = ""  # the module that knows rank and world size without a process group
+    binds_group: bool = False  # the process group can be bound to the device at init
+    driver_builds: str = ""  # the builds whose devices can be counted by the driver's files and command
+    driver_files: str = ""  # a glob that matches one file per device
     driver_command: str = ""  # prints one line per device
 
     available: str = "is_available"
@@ -64,21 +64,21 @@ class DeviceKind:
     memory_peak: str = "max_memory_allocated"
     memory_peak_reset: str = "reset_peak_memory_stats"
     memory_left: str = "mem_get_info"
-    busy: str = ""  # gives the percentage of the last moments in which the device computed
+    busy: str = ""  # returns the percentage of recent time in which the device computed
     bf16: str = "is_bf16_supported"  # a call, or always, or never
-    shards_attention: bool = False  # torch's context parallelism shards its kernels of attention
+    shards_attention: bool = False  # torch's context parallelism shards its attention kernels
     fp16: str = _ALWAYS
-    fp8: str = _ALWAYS  # whether the hardware multiplies 8-bit floats, where that can be asked
-    fp8_fallback: str = "bf16"  # the precision in place of fp8 where it does not
+    fp8: str = _ALWAYS  # whether the hardware multiplies 8-bit floats, if that can be queried
+    fp8_fallback: str = "bf16"  # the precision to use if it doesn't
     fp8_backends: str = "AO"  # the packages whose fp8 works on such devices, by their documented names
-    stream: str = "Stream"  # makes a queue of work beside the current one
+    stream: str = "Stream"  # the class of streams
     stream_scope: str = "stream"
     stream_now: str = "current_stream"
 
     # -- questions to torch --------------------------------------------------------------------------------
 
     def _function(self, call: str) -> Any:
-        """Return the function behind a call of this row, or None where the installed torch has none."""
+        """Return the function behind a call of this row, or None if the installed torch has none."""
         if not call:
             return None
         where, colon, name = call.rpartition(":")
@@ -114,23 +114,23 @@ class DeviceKind:
         return torch.device(self.name, index)
 
     def set_device(self, device: torch.device) -> None:
-        """Make `device` the one on which new tensors of this kind are allocated."""
+        """Make `device` the current device, on which new tensors of this kind are allocated."""
         self._call(self.select, device)
 
     def device_name(self, index: int = 0) -> str:
-        """Return the vendor's name of the device; empty where it can't be asked."""
+        """Return the vendor's name of the device; empty if unknown."""
         return str(self._call("get_device_name", index, otherwise=""))
 
     def capability(self) -> tuple[int, ...]:
-        """Return the vendor's generation number of the current device; empty where there is none."""
+        """Return the vendor's generation number of the current device; empty if there is none."""
         return tuple(self._call("get_device_capability", otherwise=())) if self.is_available() else ()
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """Wait for everything queued on ``device``, or on the current one."""
+        """Wait for all work queued on ``device``, or on the current device."""
         self._call(self.wait, *(() if device is None or not self.select else (device,)))
 
     def side_stream(self, device: torch.device) -> Any:
-        """Make a new stream of `device`, beside the current one; return None where this kind has no streams."""
+        """Return a new stream of `device` beside the current one; None if this kind has no streams."""
         return self._call(self.stream, device)
 
     def in_stream(self, stream: object) -> AbstractContextManager[object]:
@@ -138,11 +138,11 @@ class DeviceKind:
         return self._call(self.stream_scope, stream)
 
     def current_stream(self, device: torch.device) -> Any:
-        """Return the stream of `device` on which work is queued now."""
+        """Return the current stream of `device`."""
         return self._call(self.stream_now, device)
 
     def empty_cache(self) -> None:
-        """Return the memory that torch's allocator keeps for reuse to the driver."""
+        """Return the cached memory of torch's allocator to the driver."""
         self._call(self.clear)
 
     def manual_seed(self, seed: int) -> None:
@@ -150,18 +150,18 @@ class DeviceKind:
         self._call(self.seed_call, seed)
 
     def rng_states(self) -> list[torch.Tensor]:
-        """Return the generator states of the devices of this kind; empty where it has none of its own."""
+        """Return the generator states of the devices of this kind; empty if it has no generators."""
         states = self._call(self.rng_read)
         if states is None:
             return []
         return list(states) if self.rng_is_list else [states]
 
     def set_rng_states(self, states: Sequence[object]) -> None:
-        """Set the generators to `states`, as `rng_states` gave them."""
+        """Set the generators to `states` from `rng_states`."""
         self._call(self.rng_write, states if self.rng_is_list else states[0])
 
     def memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return the number of bytes held by tensors; 0 where the kind can't tell."""
+        """Return the number of bytes of tensors; 0 if the kind can't tell."""
         return int(self._measure(self.memory_used, device))
 
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
@@ -173,12 +173,12 @@ class DeviceKind:
         self._measure(self.memory_peak_reset, device)
 
     def free_memory(self, device: torch.device | int | None = None) -> int | None:
-        """Return how many bytes a new tensor could take, or None where the kind can't tell."""
+        """Return the free bytes for new tensors; None if the kind can't tell."""
         found = self._measure(self.memory_left, device)
         return int(found[0]) if isinstance(found, tuple) else None
 
     def total_memory(self, device: torch.device | int | None = None) -> int | None:
-        """Return the size of the device's memory in bytes, or None where the kind can't tell."""
+        """Return the size of the device's memory in bytes; None if the kind can't tell."""
         found = self._measure(self.memory_left, device)
         return int(found[1]) if isinstance(found, tuple) else int(found) or None
 
@@ -190,7 +190,7 @@ class DeviceKind:
     def utilization(self, device: torch.device) -> float | None:
         """Return the fraction of recent time in which `device` computed; None if the kind can't tell.
 
-        Raises what the driver's package raises, ImportError where it isn't installed.
+        The driver's package may raise; ImportError if it isn't installed.
         """
         percentage = self._call(self.busy, device)
         return None if percentage is None else float(percentage) / 100
@@ -204,14 +204,14 @@ class DeviceKind:
         return self._supports(self.fp16)
 
     def supports_fp8(self) -> bool:
-        """Return whether the device multiplies matrices of 8-bit floats (or isn't known not to)."""
+        """Return whether the device multiplies matrices of 8-bit floats; True if unknown."""
         return self._supports(self.fp8)
 
     def _supports(self, answer: str) -> bool:
         return answer == _ALWAYS or (answer != _NEVER and bool(self._call(answer, otherwise=False)))
 
     def rng_state_of_default(self) -> torch.Tensor | None:
-        """Return the generator state of the current device, or None where the kind has none of its own."""
+        """Return the generator state of the current device; None if the kind has no generators."""
         states = self.rng_states()
         if not states:
             return None
@@ -225,7 +225,7 @@ class DeviceKind:
     # -- questions without torch ---------------------------------------------------------------------------
 
     def count_without_torch(self, environment: Mapping[str, str] | None = None) -> int | None:
-        """Return how many devices a process started in `environment` would see, or None where only torch can tell."""
+        """Return how many devices a process started in `environment` would see; None if only torch can tell."""
         if self.name == "cpu":
             return 1
         if self.name == "mps":
@@ -312,7 +312,7 @@ CPU: Final = KINDS[-1]
 
 
 def kind_of(device: str | torch.device) -> DeviceKind:
-    """Return the row of a device or of a device type (`"cuda"`, `"cuda:1"`). Raises ValueError where there is none."""
+    """Return the row of a device or device type (`"cuda"`, `"cuda:1"`). Raise ValueError if there is none."""
     name = str(device).partition(":")[0]
     for kind in KINDS:
         if kind.name == name:
@@ -323,16 +323,16 @@ def kind_of(device: str | torch.device) -> DeviceKind:
 
 
 def available_kind(*, cpu: bool = False) -> DeviceKind:
-    """Return the first row, in the documented order, of which this process can use a device (imports torch)."""
+    """Return the first row, in the documented order, with a device that this process can use (imports torch)."""
     if cpu:
         return CPU
     return next(kind for kind in KINDS if kind is CPU or kind.is_available())
 
 
 def count_devices(kind: DeviceKind | str | None = None, environment: Mapping[str, str] | None = None) -> int:
-    """Count the devices of a kind (default: the kind found here) that a process started from here would see.
+    """Return how many devices of a kind (default: this machine's) a process started from here would see.
 
-    torch is not imported: the driver is asked where it can tell, else a child that imports torch.
+    This process doesn't import torch: it asks the driver, or else a child process that imports torch.
     """
     if kind is None:
         return present(environment)[1]
@@ -344,7 +344,7 @@ def count_devices(kind: DeviceKind | str | None = None, environment: Mapping[str
 
 
 def present(environment: Mapping[str, str] | None = None) -> tuple[DeviceKind, int]:
-    """Return the kind that workers started here would use, and how many of them, without importing torch."""
+    """Return the kind and the number of devices for workers started here, without importing torch."""
     for kind in KINDS[:-1]:
         count = count_devices(kind, environment)
         if count:
@@ -353,7 +353,7 @@ def present(environment: Mapping[str, str] | None = None) -> tuple[DeviceKind, i
 
 
 def empty_caches() -> None:
-    """Return the memory that torch keeps for reuse on this process's accelerator to the driver."""
+    """Return torch's cached memory on this process's accelerator to the driver."""
     available_kind().empty_cache()
 
 
@@ -361,25 +361,25 @@ def empty_caches() -> None:
 
 
 def is_macos_14() -> bool:
-    """Return whether this is macOS 14 or later, the first whose Metal computes in bfloat16."""
+    """Return whether this is macOS 14 or later, the first version with bfloat16 in Metal."""
     version = platform.mac_ver()[0].partition(".")[0]
     return version.isdigit() and int(version) >= 14
 
 
 def is_gaudi2_or_later() -> bool:
-    """Return whether the HPU is of a generation that has 8-bit floats."""
+    """Return whether the HPU's generation has 8-bit floats."""
     return importlib.import_module("habana_frameworks.torch.utils.experimental")._get_device_type() != 1
 
 
 def read_from(environment: Mapping[str, str] | None, name: str) -> str | None:
-    """Read a variable from `environment`, or from this process's own if it is None."""
+    """Return a variable of `environment`, or of this process's environment if it is None."""
     if not name:
         return None
     return read(name) if environment is None else environment.get(name)
 
 
 def _resolve(dotted: str) -> Any:
-    """Return `torch.cuda` as an object; look up attributes as well as modules, because extensions attach themselves."""
+    """Return `torch.cuda` as an object; follow attributes as well as modules, because extensions add attributes."""
     parts = dotted.split(".")
     found: Any = importlib.import_module(parts[0])
     for part in parts[1:]:
@@ -394,7 +394,7 @@ def _is_importable(extension: str) -> bool:
 
 @functools.cache
 def _torch_build() -> dict[str, object]:
-    """Return the constants of torch/version.py, read as text."""
+    """Return the constants in torch/version.py, read as text."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return {}
@@ -416,7 +416,7 @@ def _torch_is_built_for(names: str) -> bool:
 
 
 def _num_visible(text: str | None, num_devices: int) -> int:
-    """Count the devices that a visible-devices variable leaves; its list ends at the first impossible one."""
+    """Count the devices in a visible-devices variable, up to the first impossible one."""
     if text is None or text.strip().lower() == "all":
         return num_devices
     count = 0
@@ -429,7 +429,7 @@ def _num_visible(text: str | None, num_devices: int) -> int:
 
 
 def is_torch_xpu_tensor(tensor: object) -> bool:
-    """Return whether ``tensor`` lies on an XPU."""
+    """Return whether ``tensor`` is on an XPU."""
     return getattr(getattr(tensor, "device", None), "type", None) == "xpu"
 
 

@@ -1,5 +1,5 @@
-"""The private names of torch that are used, one file for each part of torch.
+"""The private names of torch that this package uses, one file for each part of torch.
 
-No other file names such a thing (``tests/test_architecture.py``), each is compared with the newest torch
-(``make versions``), and where an installed torch lacks one, the error says which torch to install.
+No other file uses such a name (``tests/test_architecture.py``). Each name is checked against the newest torch (``make
+versions``). If the installed torch lacks one, the error says which torch to install.
 """

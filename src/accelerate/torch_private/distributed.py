@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-# torch documents these as torch.distributed's own, where type checkers don't see them.
+# torch documents these names in torch.distributed, but type checkers don't find them there.
 from torch._C._distributed_c10d import FileStore, GradBucket, PrefixStore, Store, TCPStore
 
 from .names import declare, uses
@@ -35,14 +35,14 @@ declare(__name__, *(f"{_C10D}:{name}" for name in ("FileStore", "GradBucket", "P
 
 @uses(("torch.distributed.distributed_c10d:_get_default_store", ""))
 def default_store() -> Store:
-    """Return the store that the default process group was made with."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def flight_records() -> list[str]:
-    """Return what torch has recorded of this rank's collectives, as JSON: on the host's backend, and on a device's.
+    """Return torch's records of this rank's collectives as JSON, for the host's backend and the device's.
 
-    Nothing where this torch has no recorder, or a backend none.
+    A backend without a recorder has none.
     """
     found: list[str] = []
     for recorder in ("fr", "nccl"):  # not registered: nothing is lost where a torch lacks one
@@ -55,7 +55,7 @@ def flight_records() -> list[str]:
 
 @uses(("torch.distributed.distributed_c10d:_resolve_process_group", "group_name"))
 def ranks_of_group(name: str) -> list[int]:
-    """Return the ranks of the process group of this name; none where it isn't known."""
+    """Return the ranks of the process group of this name; empty if it is unknown."""
     try:
         resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
         return dist.get_process_group_ranks(resolve(name))
@@ -66,7 +66,7 @@ def ranks_of_group(name: str) -> list[int]:
 def all_gather_single(
     output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool
 ) -> dist.Work | None:
-    """Gather ``part`` of all ranks into ``output``, under the name that this torch has for it.
+    """Gather ``part`` of all ranks into ``output``; a collective.
 
     torch 2.13 renamed ``all_gather_into_tensor``, and warns about the old name.
     """
@@ -75,11 +75,11 @@ def all_gather_single(
 
 
 def second_connection(store: Store) -> Store:
-    """Return the same store over a connection of its own.
+    """Return the same store over another connection.
 
     Raises:
-        AttributeError: this torch can't do that.
-        NotImplementedError: this store, written in Python, can't.
+        AttributeError: this torch doesn't support that.
+        NotImplementedError: this store, written in Python, doesn't support it.
     """
     try:
         return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,30 +97,30 @@ def tcp_store(store: Store) -> TCPStore | None:
 
 
 def set_keys(store: Store, values: Mapping[str, str]) -> None:
-    """Set many keys, by a request for each 1,024, if the store can."""
+    """Set many keys, with one request per 1,024 keys if the store supports that."""
     for keys in _batches(list(values)):
         store.multi_set(keys, [values[key] for key in keys])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def get_keys(store: Store, keys: Sequence[str]) -> list[str]:
-    """Return the values of keys as soon as all are set, by a request for each 1,024."""
+    """Return the values of keys as soon as all are set, with one request per 1,024 keys."""
     if len(keys) == 1:
         return [store.get(keys[0]).decode()]
     return [value.decode() for batch in _batches(keys) for value in store.multi_get(batch)]
 
 
 def _batches(keys: Sequence[str]) -> list[list[str]]:
-    """Return the keys by request: as many as torch's server reads well.
+    """Return the keys in batches, one per request, of a size that torch's server reads fast.
 
-    A request that arrives in several pieces is read from its start with each of them: 16,384 keys take the server 1.2 s
-    of CPU time in one request, and 0.04 s in sixteen.
+    If a request arrives in several pieces, the server reads it again from its start with each piece: 16,384 keys take
+    1.2 s of CPU time in one request, and 0.04 s in sixteen.
     """
     return [list(keys[start : start + KEYS_PER_REQUEST]) for start in range(0, len(keys), KEYS_PER_REQUEST)]
 
 
 @uses(("torch.distributed.device_mesh:DeviceMesh._flatten", "self, mesh_dim_name"))
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return all axes of ``mesh`` flattened into one, called ``name``."""
+    """Return ``mesh`` with all axes flattened into one, called ``name``."""
     return mesh._flatten(name)
 
 
@@ -135,7 +135,7 @@ def concatenated(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> Devic
 
 
 def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Shard a tensor that every rank has whole, without communication."""
+    """Shard a tensor that every rank has in full, without communication."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
@@ -146,7 +146,7 @@ def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 
 @uses(("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "global_shape, mesh, placements"))
 def shard_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's shard of ``tensor``, and where in each dimension it begins."""
+    """Return the shape of this rank's shard of ``tensor``, and its offset in each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -155,7 +155,7 @@ def shard_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @uses(("torch.nn.parallel.distributed:_find_tensors", "obj"))
 def find_tensors(value: object) -> Iterable[torch.Tensor]:
-    """Return the tensors in any structure, as DistributedDataParallel finds them to look for unused parameters."""
+    """Return the tensors in any structure, found as by DistributedDataParallel's search for unused parameters."""
     from torch.nn.parallel.distributed import _find_tensors
 
     return _find_tensors(value)
@@ -163,7 +163,7 @@ def find_tensors(value: object) -> Iterable[torch.Tensor]:
 
 @uses(("torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers", "self"))
 def synchronize_buffers(replica: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Send the main process's buffers to all ranks."""
+    """Broadcast the main process's buffers to all ranks."""
     replica._sync_buffers()
 
 
@@ -175,15 +175,15 @@ def forget_comm_hooks(replica: torch.nn.parallel.DistributedDataParallel) -> Non
 
 @uses("torch.nn.parallel.distributed:._comm_hooks")
 def has_stateful_comm_hook(replica: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a communication hook of ``replica`` keeps a state, such as the errors of its compression."""
+    """Return whether a communication hook of ``replica`` has state, such as compression errors."""
     return any(not isinstance(state, (dist.ProcessGroup, type(None))) for _, state in replica._comm_hooks)
 
 
 @uses(("torch.nn.parallel.distributed:DistributedDataParallel._get_ddp_logging_data", "self"))
 def gradient_order(replica: torch.nn.parallel.DistributedDataParallel) -> list[int] | None:
-    """Return the parameters, by number, in the order in which torch fills the buckets after the first backward.
+    """Return the parameters' numbers in the order in which torch fills the buckets after the first backward.
 
-    None before the first backward that reduces, and where torch keeps the first order.
+    None before the first backward that reduces, and if torch keeps the first order.
     """
     data: Any = replica._get_ddp_logging_data()
     if not data.get("has_rebuilt_buckets"):  # recorded by the next forward, which may come after a save
@@ -195,7 +195,7 @@ def gradient_order(replica: torch.nn.parallel.DistributedDataParallel) -> list[i
 
 @uses(("torch.distributed.tensor.experimental._attention:set_rotate_method", "rotate_method"))
 def set_ring_rotation(method: str) -> None:
-    """Choose how torch's ring attention passes keys and values on."""
+    """Set how torch's ring attention exchanges keys and values."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(method)
@@ -206,7 +206,7 @@ def set_ring_rotation(method: str) -> None:
     ("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "group_name"),
 )
 def overlap_tensor_parallel(group: dist.ProcessGroup | None) -> None:
-    """Let compiled layers overlap their communication over ``group`` with their products."""
+    """Let compiled layers overlap communication over ``group`` with matrix products."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -1,4 +1,4 @@
-"""Private names of FSDP 1 and 2: flat parameters, unsharded gradients, and the runtime state of a pass."""
+"""Private names of FSDP 1 and 2: flat parameters, unsharded gradients, and runtime state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # half a second to import, and it brings sympy
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-#: Restores gradients as they were.
+#: Restores gradients.
 Restore = Callable[[], None]
-#: Records the gradients of parameters, and returns a function that restores them.
+#: Copies the gradients of parameters, and returns a function that restores them.
 Snapshot = Callable[[Iterable[torch.Tensor]], Restore]
 
 _FLAT = "torch.distributed.fsdp._flat_param"
@@ -29,7 +29,7 @@ _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
-_SAVED = "_saved_grad_shard"  # sharded gradients from before passes without reduction; or the attribute isn't there
+_SAVED = "_saved_grad_shard"  # sharded gradients from before passes without reduction; may be missing
 _HOOK = "_post_backward_hook_state"
 _ACCUMULATED = "unsharded_accumulated_grad"
 _QUEUED = "_post_backward_callback_queued"
@@ -42,12 +42,12 @@ class FlatGradients(TypedDict, total=False):
 
     names: list[str]
     gradient: torch.Tensor | None
-    before: torch.Tensor | None  # the shard that was reduced before passes without reduction began
+    before: torch.Tensor | None  # the shard reduced before passes without reduction
     is_none: list[bool] | None
 
 
 class FlatPart(NamedTuple):
-    """A parameter in a flat one: its dotted name in the unit, its form, and the elements that are its own."""
+    """A parameter inside a flat one: its dotted name in the unit, its shape, and its own elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def hybrid_without_resharding() -> ShardingStrategy:
 def modules_of_policy(
     policy: object, model: torch.nn.Module, ignored: set[torch.nn.Module]
 ) -> Iterable[torch.nn.Module] | None:
-    """Return the modules wrapped by torch's policy object; None if ``policy`` is no such object."""
+    """Return the modules that torch's policy object wraps; None if ``policy`` is no such object."""
     run: Callable[..., Any] | None = getattr(policy, "_run_policy", None)
     return run(model, ignored, {}) if callable(run) else None
 
@@ -84,13 +84,13 @@ def handle_of(module: FullyShardedDataParallel) -> FlatParamHandle | None:
 
 @uses(f"{_FLAT}:FlatParamHandle", f"{_FLAT}:._use_orig_params", f"{_FLAT}:._params")
 def trained_parameters(handle: FlatParamHandle) -> list[torch.Tensor]:
-    """Return the parameters of the unit that an optimizer trains: the user's own, or the flat one."""
+    """Return the unit's parameters in an optimizer: the user's own, or the flat one."""
     return list(handle.flat_param._params or ()) if handle._use_orig_params else [handle.flat_param]
 
 
 @uses(f"{_FLAT}:._use_orig_params", f"{_FLAT}:._shared_param_infos", f"{_FLAT}:._fqns")
 def flat_parameter_names(handle: FlatParamHandle) -> list[str]:
-    """Return the dotted names, tied ones too, in a flat parameter that is trained; none with original parameters."""
+    """Return the dotted names, with ties, inside a trained flat parameter; empty with original parameters."""
     if handle._use_orig_params:
         return []
     shared = [f"{info.module_name}.{info.param_name}".lstrip(".") for info in handle.flat_param._shared_param_infos]
@@ -105,7 +105,7 @@ def flat_parameter_names(handle: FlatParamHandle) -> list[str]:
     f"{_FLAT}:._is_padding_mask",
 )
 def parts_of_flat(handle: FlatParamHandle) -> Iterator[FlatPart]:
-    """Yield the parameters in the unit's flat one, in their order."""
+    """Yield the parameters inside the unit's flat one, in order."""
     flat, begin, number = handle.flat_param, 0, 0
     for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:
@@ -116,13 +116,13 @@ def parts_of_flat(handle: FlatParamHandle) -> Iterator[FlatPart]:
 
 @uses(f"{_FLAT}:._param_infos")
 def flattened_modules(root: FullyShardedDataParallel) -> set[torch.nn.Module]:
-    """Return the modules whose parameters lie in flat ones."""
+    """Return the modules whose parameters are inside flat ones."""
     return {info.module for _, handle in _handles(root) for info in handle.flat_param._param_infos}
 
 
 @uses(f"{_FLAT}:._local_shard", f"{_FLAT}:.process_group")
 def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
-    """Return this rank's shard of the unit's flat parameter in full precision, and where in it the shard begins."""
+    """Return this rank's shard of the unit's flat parameter in full precision, and its offset."""
     from torch.distributed import get_rank
 
     if not handle.uses_sharded_strategy:
@@ -134,7 +134,7 @@ def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
 
 @uses(f"{_RUNTIME}:._buffer_name_to_orig_dtype")
 def buffer_dtypes(root: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Return by name the dtypes that buffers had before a mixed precision changed them."""
+    """Return by name the dtypes of buffers before mixed precision changed them."""
     return dict(getattr(root, "_buffer_name_to_orig_dtype", None) or {})
 
 
@@ -143,7 +143,7 @@ def buffer_dtypes(root: torch.nn.Module) -> dict[str, torch.dtype]:
     f"{_FLAT}:._local_shard",
 )
 def reshard_flat(module: FullyShardedDataParallel) -> None:
-    """Reshard the unit's flat parameter, also after a forward that keeps it unsharded."""
+    """Reshard the unit's flat parameter, also after a forward that leaves it unsharded."""
     from torch.distributed.fsdp._runtime_utils import _reshard
 
     handle = module._handle
@@ -153,17 +153,17 @@ def reshard_flat(module: FullyShardedDataParallel) -> None:
 
 @uses(f"{_FLAT}:._params", f"{_FLAT}:._shared_params")
 def all_flat_parameters(root: torch.nn.Module) -> dict[torch.Tensor, None]:
-    """Return the flat parameters, and the user's own ones that are views into them."""
+    """Return the flat parameters, and the user's own parameters that are views of them."""
     flats = [handle.flat_param for _, handle in _handles(root)]
     return dict.fromkeys(p for flat in flats for p in (flat, *(flat._params or ()), *(flat._shared_params or ())))
 
 
 @uses(f"{_FLAT}:._is_grad_none_mask", f"{_FLAT}:.{_SAVED}")
 def snapshot_flat_gradients(root: FullyShardedDataParallel, snapshot: Snapshot) -> Restore:
-    """Record the gradients of flat parameters, unsharded ones too; return a function that restores them."""
+    """Copy the gradients of flat parameters, including unsharded ones; return a function that restores them."""
     flats, own = [handle.flat_param for _, handle in _handles(root)], all_flat_parameters(root)
     restore_others = snapshot(parameter for parameter in root.parameters() if parameter not in own)
-    # The gradients of the user's own parameters are views into those of the flat ones, whose values are copied.
+    # The gradients of the user's own parameters are views of the flat ones, which are copied.
     views = [(parameter, None if parameter.grad is None else parameter.grad.data) for parameter in own]
     saved = [(flat, getattr(flat, _SAVED, None)) for flat in flats]
     masks = [(flat, flat._is_grad_none_mask and list(flat._is_grad_none_mask)) for flat in flats]
@@ -194,9 +194,9 @@ def snapshot_flat_gradients(root: FullyShardedDataParallel, snapshot: Snapshot) 
     f"{_FLAT}:.{_SAVED}",
 )
 def flat_gradients(root: FullyShardedDataParallel) -> list[FlatGradients]:
-    """Return each unit's gradients between two updates: its shard, or the unsharded one where passes didn't reduce.
+    """Return each unit's gradients between updates: sharded, or unsharded after passes without reduction.
 
-    ``before`` is the shard that was reduced before passes without reduction began.
+    ``before`` is the shard reduced before those passes.
     """
     return [
         {
@@ -219,7 +219,7 @@ def flat_gradients(root: FullyShardedDataParallel) -> list[FlatGradients]:
     f"{_FLAT}:.{_SAVED}",
 )
 def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[FlatGradients] | None) -> bool:
-    """Set each unit's gradients to those of :func:`flat_gradients`, or to none; return whether they fit the units."""
+    """Set each unit's gradients to those of :func:`flat_gradients`, or clear them; return whether they fit."""
     handles = [handle for _, handle in _handles(root)]
     if units is None:
         units = [{"names": list(handle.flat_param._fqns)} for handle in handles]
@@ -288,10 +288,10 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
     f"{_FLAT}:._post_forward_index",
 )
 def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
-    """Reset FSDP's runtime state: reshard every unit and let it wait for a forward."""
+    """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
     from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
-    if root._is_root is None:  # no forward has come as far as that
+    if root._is_root is None:  # set lazily by the first forward
         return
     stream = root._device_handle.current_stream()
     for other in (root._unshard_stream, root._post_backward_stream, root._all_reduce_stream):
@@ -315,7 +315,7 @@ def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
 
 
 def _handles(root: torch.nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
-    """Yield the states of the units that hold parameters, each with the handle of its flat parameter."""
+    """Yield the states of units with parameters, each with the handle of its flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for state in FullyShardedDataParallel.fsdp_modules(root):
@@ -332,10 +332,10 @@ def _state_of(module: FSDPModule) -> FSDPState:
     return module._get_fsdp_state()
 
 
-# One group a unit before torch 2.12.
+# Before torch 2.12 there is one group per unit.
 @uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"), f"{_PARAMETER}:FSDPParam")
 def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
-    """Return torch's records of the parameters that are sharded."""
+    """Return torch's objects for the sharded parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
@@ -350,7 +350,7 @@ def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
 
 @uses(f"{_PARAMETER}:.mesh_info", f"{_COMMON}:.shard_mesh_dim", f"{_COMMON}:.replicate_mesh_dim")
 def meshes_of_shards(model: torch.nn.Module) -> list[tuple[DeviceMesh, int | None, int | None]]:
-    """Return the meshes over which ``fully_shard`` reduces gradients, each with its sharding and replicating axis."""
+    """Return the meshes over which ``fully_shard`` reduces gradients, with their sharding and replicating axes."""
     found = {id(record.mesh_info.mesh): record.mesh_info for record in managed_parameters(model)}
     return [(info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)) for info in found.values()]
 
@@ -367,11 +367,11 @@ def sharded_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     _UNSHARDED_GRADIENT,
 )
 def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Restore:
-    """Record the gradients under ``fully_shard``, unsharded ones too; return a function that restores them."""
+    """Copy the gradients under ``fully_shard``, including unsharded ones; return a function that restores them."""
     managed = managed_parameters(model)
     accumulated = [(p, _copy(p.unsharded_accumulated_grad)) for p in managed if _ACCUMULATED in vars(p)]
     held = [kept for p in managed for kept in (p.sharded_param, getattr(p, "_unsharded_param", None))]
-    # Before the first forward there are no unsharded parameters, and afterwards the model shows either kind.
+    # Before the first forward there are no unsharded parameters; afterwards the model has either kind.
     parameters = dict.fromkeys([*(parameter for parameter in held if parameter is not None), *model.parameters()])
     restore_others = snapshot(parameters)
 
@@ -388,26 +388,26 @@ def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Re
 
 
 def unshard_once(modules: Iterable[torch.nn.Module]) -> None:
-    """Unshard and reshard every unit under ``fully_shard``, so that its unsharded parameters exist; a collective.
+    """Unshard and reshard every unit under ``fully_shard``, to create its unsharded parameters; a collective.
 
-    torch makes them when they are unsharded for the first time.
+    Torch creates them at the first unshard.
     """
     for unit in _units(modules):
         unit.unshard()
         unit.reshard()
 
 
-# Until torch 2.14 a gradient that was left unsharded moves to a record beside the parameter where it has another dtype;
-# from torch 2.15 on it stays on the unsharded parameter, and the record only shows it.
+# Up to torch 2.14, an unsharded gradient of another dtype than its parameter moves to an attribute beside it. From
+# torch 2.15 on it stays on the unsharded parameter, and the attribute only returns it.
 @uses(
     f"{_PARAMETER}:._unsharded_param",
     f"{_PARAMETER}:.sharded_param",
     _UNSHARDED_GRADIENT,
 )
 def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients that passes without reduction left unsharded, each after its parameter's shard.
+    """Return the unsharded gradients of passes without reduction, each after its parameter's shard.
 
-    Every unit is sharded afterwards, as it is between the passes of training.
+    Afterwards every unit is sharded, as between training passes.
     """
     modules = list(modules)
     for unit in _units(modules):
@@ -431,9 +431,9 @@ def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.
 def set_unsharded_gradients(
     modules: Iterable[torch.nn.Module], gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 ) -> None:
-    """Set every parameter's unsharded gradient to what ``gradient_of(shard, unsharded)`` returns, or to none.
+    """Set every parameter's unsharded gradient to ``gradient_of(shard, unsharded)``; None clears it.
 
-    The next backward pass adds to it. Parameters that were never unsharded have none, and are skipped.
+    The next backward pass adds to it. Parameters that were never unsharded are skipped.
     """
     for record in _records(modules):
         unsharded = getattr(record, "_unsharded_param", None)
@@ -457,20 +457,20 @@ def _records(modules: Iterable[torch.nn.Module]) -> list[FSDPParam]:
 
 @uses(f"{_STATE}:._is_root")
 def reset_sharded_runtime(model: FSDPModule) -> None:
-    """Reset FSDP's runtime state: reshard every unit and let it wait for a forward."""
-    if _state_of(model)._is_root is not None:  # else no forward has come as far as that
+    """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
+    if _state_of(model)._is_root is not None:  # else there was no forward yet
         model.reset_iter_state()
 
 
 @uses(f"{_STATE}:._comm_ctx", f"{_GROUP}:.post_forward_order")
 def awaits_backward(model: FSDPModule) -> bool:
-    """Return whether ``model`` or a unit inside of it had a forward after the last backward pass through them."""
+    """Return whether ``model`` or a unit in it had a forward after its last backward."""
     return bool(getattr(_state_of(model)._comm_ctx, "post_forward_order", ()))  # made by the first forward
 
 
 @uses(f"{_STATE}:FSDPState._root_post_backward_final_callback")
 def reduce_sharded_gradients(stage: FSDPModule) -> None:
-    """Reduce-scatter the gradients of a pipeline's stage, as torch does after the backward of a batch."""
+    """Reduce-scatter the gradients of a pipeline stage, as torch does after the backward of a batch."""
     finalize: Callable[[], None] | None = getattr(stage, "finalize_backward", None)
     if finalize is None:
         _state_of(stage)._root_post_backward_final_callback()

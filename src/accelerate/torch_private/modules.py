@@ -1,7 +1,7 @@
 """Private names of torch.nn, torch.utils.data, torch.optim and torch.amp.
 
-The three tables of modules ``_parameters``, ``_buffers`` and ``_modules`` are used in place by every file that
-has to exchange an entry: torch's pickles and state dicts rest on them.
+Other files use the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules directly to replace entries, because
+torch's pickles and state dicts depend on them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ declare(__name__, f"{_MODULE}:._parameters", f"{_MODULE}:._buffers", f"{_MODULE}
 
 @uses(f"{_MODULE}:._non_persistent_buffers_set")
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the module's own buffers that no state dict holds."""
+    """Return the names of the module's own buffers that aren't in its state dict."""
     return set(module._non_persistent_buffers_set)
 
 
 @uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a hook is called with the parameter's gradient, or after it is accumulated."""
+    """Return whether the parameter has a gradient hook or a post-accumulate hook."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return what is called with the parameter's gradient, and after it is accumulated."""
+    """Return the parameter's gradient hooks and its post-accumulate hooks."""
     kept = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in kept for hook in (hooks or {}).values()]
 
 
 @uses("torch._C:._version")
 def num_changes(tensor: torch.Tensor) -> int:
-    """Return how often operations have changed ``tensor`` in place, which autograd counts; not through ``.data``."""
+    """Return autograd's count of in-place changes to ``tensor``; changes through ``.data`` don't count."""
     return tensor._version
 
 
 @uses("torch._C:_current_graph_task_id")
 def current_backward() -> int:
-    """Return the number of the backward pass that runs in this thread; -1: none does."""
+    """Return the number of the backward pass that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
 
 
@@ -63,7 +63,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 @uses("torch._ops:._schema")
 def draws_numbers(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Return whether a call of ``operator`` draws random numbers; attention draws none without dropout."""
+    """Return whether ``operator`` draws random numbers for these arguments; attention without dropout doesn't."""
     if not isinstance(operator, torch._ops.OpOverload):
         return False
     arguments = operator._schema.arguments
@@ -71,20 +71,20 @@ def draws_numbers(operator: object, args: Sequence[object], kwargs: Mapping[str,
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return given != 0.0
-    # Not all that take a generator have the tag (random_, binomial).
+    # Some operators that take a generator lack the tag (random_, binomial).
     return torch.Tag.nondeterministic_seeded in operator.tags or any(each.name == "generator" for each in arguments)
 
 
 @uses("torch:_has_compatible_shallow_copy_type")
 def takes_data_of(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return whether ``tensor.data`` can be replaced by a tensor of ``device``; devices of extensions refuse."""
+    """Return whether ``tensor.data`` can be set to a tensor on ``device``; extension devices don't allow it."""
     there = torch.empty(0, dtype=tensor.dtype, device=device)
     return torch._has_compatible_shallow_copy_type(tensor, there)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @uses((f"{_MODULE}:Module._save_to_state_dict", "self, destination, prefix, keep_vars"))
 def save_own(module: nn.Module, state: dict[str, object], prefix: str) -> None:
-    """Save what ``module`` itself, without its children, holds into ``state``."""
+    """Save the state of ``module`` itself, without its children, into ``state``."""
     module._save_to_state_dict(state, prefix, keep_vars=False)
 
 
@@ -97,27 +97,27 @@ def loaded(missing: Sequence[str], unexpected: Sequence[str]) -> nn.modules.modu
 @uses("torch._dynamo.eval_frame:OptimizedModule")
 def is_compiled(module: object) -> bool:
     """Return whether ``module`` is the result of torch.compile."""
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # costly to import; not there: nothing is compiled
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # slow to import; if missing, nothing is compiled
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 @uses("torch._dynamo.utils:compilation_time_metrics")
 def compile_seconds() -> float:
-    """Return for how long torch.compile has compiled in this process."""
-    compiler: Any = sys.modules.get("torch._dynamo.utils")  # not there: nothing is compiled
+    """Return the seconds that torch.compile has spent in this process."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")  # if missing, nothing is compiled
     metrics: Any = getattr(compiler, "compilation_time_metrics", {})  # nor while another thread imports it
     return sum(metrics.get("_compile.compile_inner", ()))
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod")
 def original_module(compiled: Any) -> nn.Module:
-    """Return the module that torch.compile was given."""
+    """Return the module given to torch.compile."""
     return compiled._orig_mod
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod", "torch._dynamo.eval_frame:.dynamo_ctx")
 def compile_like(compiled: Any, module: nn.Module) -> nn.Module:
-    """Return ``module`` compiled as ``compiled`` was."""
+    """Return ``module`` compiled like ``compiled``."""
     return type(compiled)(module, compiled.dynamo_ctx)
 
 
@@ -132,13 +132,13 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 @uses("torch.utils.data.dataloader:._iterator")
 def has_running_iterator(loader: object) -> bool:
-    """Return whether ``loader`` keeps an iterator, torch's with the workers of an earlier epoch, torchdata's too."""
+    """Return whether ``loader`` keeps an iterator: torch's with persistent workers, or torchdata's."""
     return getattr(loader, "_iterator", None) is not None
 
 
 @uses("torch.utils.data.sampler:._num_samples")
 def requested_num_samples(sampler: RandomSampler) -> int | None:
-    """Return the number of samples requested of ``sampler``; None if it draws all of its data."""
+    """Return the number of samples requested of ``sampler``; None if it draws all samples."""
     return sampler._num_samples
 
 
@@ -147,31 +147,31 @@ def requested_num_samples(sampler: RandomSampler) -> int | None:
 
 @uses(("torch:_foreach_copy_", "self, src, non_blocking"))
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target."""
+    """Copy each source tensor into its target."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
 
 
 @uses(("torch:_foreach_mul_", "self, scalars"))
 def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor, in place, by one factor."""
+    """Multiply each tensor by a factor, in place."""
     torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @uses(("torch:_foreach_lerp_", "self, tensors1, weights"))
 def move_each(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
-    """Interpolate each tensor, in place, towards its end by ``weight``."""
+    """Interpolate each tensor towards its end by ``weight``, in place."""
     torch._foreach_lerp_(list(tensors), list(ends), weight)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @uses(("torch:_foreach_norm", "self, ord, dtype"))
 def norm_of_each(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return the norm of each tensor, in ``dtype``."""
+    """Return the norm of each tensor in ``dtype``."""
     return torch._foreach_norm(tensors, norm_type, dtype)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
 
 
 @uses(("torch:_amp_foreach_non_finite_check_and_unscale_", "self, found_inf, inv_scale"))
 def unscale_each(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiply each gradient by ``inv_scale``; set ``found_inf`` to 1 where one isn't finite."""
+    """Multiply each gradient by ``inv_scale``; set ``found_inf`` to 1 if one isn't finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
         gradients,  # pyright: ignore[reportArgumentType]
         found_inf,
@@ -181,13 +181,13 @@ def unscale_each(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv
 
 @uses("torch.ops.aten:_indices", "torch.ops.aten:_values")
 def sparse_components(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values as they are stored: rows that come several times are not added up."""
+    """Return the stored indices and values of a sparse tensor, without coalescing."""
     return torch.ops.aten._indices.default(gradient), torch.ops.aten._values.default(gradient)
 
 
 @uses("torch.amp.grad_scaler:OptState.READY", "torch.amp.grad_scaler:._per_optimizer_states")
 def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``scaler.unscale_(optimizer)`` hasn't been called since the last update."""
+    """Return whether the gradients of ``optimizer`` are still scaled since the last update of ``scaler``."""
     from torch.amp.grad_scaler import OptState
 
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
@@ -203,14 +203,14 @@ def has_stepped(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
 
 @uses("torch.amp.grad_scaler:._per_optimizer_states")
 def step_again(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Let ``scaler`` take further gradients of ``optimizer`` as scaled; the next update still knows of its overflow."""
+    """Make ``scaler`` treat further gradients of ``optimizer`` as scaled; its next update keeps the found overflow."""
     states: Any = scaler._per_optimizer_states
     states[object()] = states.pop(id(optimizer))
 
 
 @uses("torch.amp.grad_scaler:._scale")
 def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
-    """Return a copy of the scale, without waiting for the device; it exists from the first scaled loss on."""
+    """Return a copy of the scale, without waiting for the device; a loss must have been scaled before."""
     assert scaler._scale is not None, "a loss was scaled"
     return scaler._scale.clone()
 
@@ -219,13 +219,13 @@ def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
 def found_inf_by_device(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, torch.Tensor]:
-    """Return the ``found_inf`` of the last ``scaler.step(optimizer)`` by device; ``scaler.update()`` clears it."""
+    """Return the ``found_inf`` of the last ``scaler.step(optimizer)`` by device, until ``scaler.update()``."""
     return scaler._found_inf_per_device(optimizer)  # pyright: ignore[reportReturnType]
 
 
 @uses("torch.amp.grad_scaler:._step_supports_amp_scaling")
 def scaler_decides(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scaler reads the overflow flags itself, and calls ``optimizer.step`` only without overflow."""
+    """Return whether a scaler itself reads the overflow flags, and skips ``optimizer.step`` on overflow."""
     return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -234,30 +234,30 @@ def scaler_decides(optimizer: torch.optim.Optimizer) -> bool:
     "torch.optim.optimizer:._optimizer_step_post_hooks",
 )
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[StepHooks, StepHooks]:
-    """Return the hooks that are called before and after each step of ``optimizer``."""
+    """Return the hooks before and after each step of ``optimizer``."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def set_step_hooks(optimizer: torch.optim.Optimizer, before: StepHooks, after: StepHooks) -> None:
-    """Replace the hooks that :func:`step_hooks` returns."""
+    """Replace the hooks of :func:`step_hooks`."""
     optimizer._optimizer_step_pre_hooks = before
     optimizer._optimizer_step_post_hooks = after
 
 
 @uses("torch.optim.optimizer:._optimizer_load_state_dict_pre_hooks")
 def adapts_state(optimizer: object) -> bool:
-    """Return whether ``optimizer`` may change the state dicts that it loads: by a method of its own, or by hooks."""
+    """Return whether ``optimizer`` may change the state dicts that it loads, by its own method or by hooks."""
     is_plain = getattr(type(optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
     return not is_plain or bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 @uses("torch.optim.lr_scheduler:._step_count")
 def step_count(scheduler: LRScheduler) -> int:
-    """Return how often ``scheduler`` has stepped, its first value included."""
+    """Return how often ``scheduler`` has stepped, including its initial step."""
     return scheduler._step_count
 
 
 @uses("torch.optim.lr_scheduler:._step_count")
 def count_step(scheduler: LRScheduler) -> None:
-    """Count a step that ``scheduler`` didn't take."""
+    """Count a step that ``scheduler`` skipped."""
     scheduler._step_count += 1

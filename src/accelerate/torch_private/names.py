@@ -1,4 +1,4 @@
-"""The registry of private names of torch, and the error for a torch that lacks one."""
+"""The registry of private names of torch, and the error if the installed torch lacks one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, final
 
 from ..errors import MissingDependency
 
-#: The versions of torch that every name was compared with, or run on: docs/versions.md says which way.
+#: The versions of torch against which every name was checked or tested; see docs/versions.md.
 CHECKED: Final = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,11 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @final
 @dataclass(frozen=True)
 class PrivateName:
-    """A name of torch's that torch doesn't document or promise to keep.
+    """A name in torch that torch doesn't document or promise to keep.
 
-    ``place`` is ``module:name``, with a dot before the name where it is an attribute of objects that the module makes.
-    ``parameters`` are those of a function, in order; more that have defaults may follow in another version. ``instead``
-    is the place where versions have it that don't have it at ``place``; ``since`` the first version with it.
+    ``place`` is ``module:name``, with a dot before the name for an attribute of the module's objects. ``parameters``
+    are a function's parameters, in order; other versions may add some with defaults. ``instead`` is the place in
+    versions that don't have it at ``place``; ``since`` is the first version with it.
 
     """
 
@@ -34,7 +34,7 @@ class PrivateName:
 
     @property
     def module(self) -> str:
-        """The module that defines it, as it is imported."""
+        """The module that defines it, by its import name."""
         return self.place.partition(":")[0]
 
     @property
@@ -44,7 +44,7 @@ class PrivateName:
 
     @property
     def is_attribute(self) -> bool:
-        """Whether objects have it, so that no import can tell."""
+        """Whether it is an attribute of objects, which an import can't check."""
         return ":." in self.place
 
     def is_there(self) -> bool:
@@ -60,7 +60,7 @@ class PrivateName:
         return True
 
 
-#: Every name that is used, by who uses it.
+#: All private names by the module that uses them.
 REGISTERED: Final[dict[str, tuple[PrivateName, ...]]] = {}
 
 
@@ -69,17 +69,17 @@ def _named(places: tuple[str | tuple[str | None, ...], ...]) -> tuple[PrivateNam
 
 
 def declare(user: str, *places: str | tuple[str | None, ...]) -> None:
-    """Register names that the module called ``user`` hands on as they are."""
+    """Register names that the module ``user`` re-exports unchanged."""
     REGISTERED[user] = _named(places)
 
 
 def uses(*places: str | tuple[str | None, ...]) -> Callable[[Function], Function]:
-    """Decorate a function that needs these names of torch; without them it raises with install advice.
+    """Decorate a function that needs these names of torch; if one is missing, calls raise with advice on versions.
 
-    Each is the place of a :class:`PrivateName`, or all its fields.
+    Each argument is the place of a :class:`PrivateName`, or all its fields.
 
     Raises:
-        MissingDependency: when the function is called, and the installed torch has no such name.
+        MissingDependency: the function is called, and the installed torch lacks a name.
     """
     names = _named(places)
 

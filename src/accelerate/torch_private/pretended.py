@@ -1,4 +1,4 @@
-"""Private names of torch to simulate one rank of a world: groups without communication, and their waiting."""
+"""Private names of torch to simulate one rank of a job: groups without communication, and their work objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ declare(__name__, "torch._ops:OpOverload")
 
 @uses("torch.testing._internal.distributed.fake_pg:FakeProcessGroup")
 def fake_backend() -> str:
-    """Return the name of the backend without communication, from torch's own tests."""
+    """Return the name of the backend without communication, which is part of torch's tests."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers)
 
     return "fake"
@@ -32,7 +32,7 @@ def fake_backend() -> str:
 
 
 def operator_name(func: Operator) -> str:
-    """Return the name of an operator without its namespace."""
+    """Return an operator's name without its namespace."""
     return func.name().partition("::")[2].partition(".")[0]
 
 
@@ -45,19 +45,19 @@ def returns_tensor(func: Operator) -> bool:
 
 @uses("torch._ops:._schema")
 def returns_work_only(func: Operator) -> bool:
-    """Return whether a collective's operator gives its work, and not its tensors too."""
+    """Return whether a collective's operator returns its work without its tensors."""
     return len(func._schema.returns) == 1
 
 
 @uses("torch.ops.aten:_local_scalar_dense")
 def is_number_read(func: Operator) -> bool:
-    """Return whether the operator reads a tensor's value as a number of Python's."""
+    """Return whether the operator reads a tensor's value as a Python number."""
     return func is torch.ops.aten._local_scalar_dense.default
 
 
 @uses("torch.distributed.distributed_c10d:_resolve_process_group")
 def group_of_collective(args: Iterable[object]) -> dist.ProcessGroup | None:
-    """Return the group that is among the arguments of a collective's operator: the group itself, or its name."""
+    """Return the group in the arguments of a collective's operator: the group itself, or its name."""
     name: str | None = None
     for arg in args:
         if isinstance(arg, torch.ScriptObject):  # before the reduction, which is one too
@@ -69,7 +69,7 @@ def group_of_collective(args: Iterable[object]) -> dist.ProcessGroup | None:
 
 @uses(("torch.testing._internal.distributed.multi_threaded_pg:ret_work", "ret"))
 def work_done() -> object:
-    """Return the work of a collective that is done already, as operators return it."""
+    """Return a completed work object of a collective, as operators return it."""
     from torch.testing._internal.distributed.multi_threaded_pg import ret_work
 
     return ret_work(None).boxed()
@@ -80,19 +80,19 @@ def work_done() -> object:
 
 @uses("torch.distributed.tensor._api:._local_tensor")
 def local_part(tensor: object) -> object:
-    """Return this rank's part of a DTensor; anything else as it is."""
+    """Return this rank's part of a DTensor; any other object is returned unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def inner_tensors(value: object) -> list[object]:
-    """Return the tensors that one consists of, as torchao's in few bits; anything else as it is."""
+    """Return the inner tensors of a tensor subclass, as in torchao's low-bit ones; else ``value`` alone."""
     flatten: Any = getattr(value, "__tensor_flatten__", None)
     return [value] if flatten is None else [getattr(value, name) for name in flatten()[0]]
 
 
 @uses(("torch.nn.parallel.distributed:_verify_param_shape_across_processes", "process_group, tensors, logger"))
 def replicated_module() -> ModuleType:
-    """Return the module of DistributedDataParallel, which compares the parameters of all ranks."""
+    """Return the module in which DistributedDataParallel compares the parameters of all ranks."""
     import torch.nn.parallel.distributed as module
 
     return module
@@ -100,7 +100,7 @@ def replicated_module() -> ModuleType:
 
 @uses(("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty", "tensor, num_chunks, dim"))
 def sharded_module() -> ModuleType:
-    """Return the module of FSDP's parameters, which makes the shards of all ranks to take one."""
+    """Return the FSDP module that creates the shards of all ranks to take one."""
     import torch.distributed.fsdp._fully_shard._fsdp_param as module
 
     return module
@@ -108,7 +108,7 @@ def sharded_module() -> ModuleType:
 
 @final
 class Chunks(Sequence[torch.Tensor]):
-    """The shards of a tensor over many ranks, each made when it is asked for; ranks past the end have an empty one."""
+    """The shards of a tensor over many ranks, each created on access; ranks past the end have an empty one."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim

@@ -30,13 +30,13 @@ declare(
 
 @uses("torch.storage:._cdata")
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number common to all tensors over the same storage, even without an address."""
+    """Return a number shared by all tensors over the same storage, even without an address."""
     return storage._cdata
 
 
 @uses(("torch._subclasses.fake_tensor:FakeTensorMode.__init__", "self, allow_fallback_kernels, allow_non_fake_inputs"))
 def fake_tensor_mode() -> AbstractContextManager[object]:
-    """Enter a context in which operations give fake tensors, from real ones too."""
+    """Enter a context in which operations return fake tensors, also for real ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -52,7 +52,7 @@ def fake_tensor_class() -> type[torch.Tensor]:
 
 @uses("torch.cpu:_is_avx2_supported", "torch.cpu:_is_avx512_supported")
 def vector_instructions() -> str:
-    """Return the widest vectors of this processor that choose between kernels: AVX512, AVX2, or neither ("")."""
+    """Return this processor's widest vector instructions that select kernels: AVX512, AVX2, or "" for neither."""
     return "AVX512" if torch.cpu._is_avx512_supported() else "AVX2" if torch.cpu._is_avx2_supported() else ""
 
 
@@ -62,7 +62,7 @@ def vector_instructions() -> str:
     "torch._subclasses.fake_tensor:UnsupportedOperatorException",
 )
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of operations that can't be computed on fake tensors."""
+    """Return the errors raised by operations that can't run on fake tensors."""
     from torch._subclasses import fake_tensor as fake
 
     return (
@@ -74,13 +74,13 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 @uses("torch.ops.aten:_assert_tensor_metadata")
 def is_tracing_guard(target: object) -> bool:
-    """Return whether a node of a traced graph only compares its inputs with those that were traced."""
+    """Return whether a node of a traced graph only compares its inputs with the traced ones."""
     return target is torch.ops.aten._assert_tensor_metadata.default or target == "_guards_fn"
 
 
 @uses(("torch.ops.aten:_grouped_mm", None, None, "2.8"))
 def grouped_mm_operator() -> object:
-    """Return the operator that multiplies groups of rows by a matrix each; None before torch 2.8."""
+    """Return the operator that multiplies groups of rows, each by its own matrix; None before torch 2.8."""
     return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
