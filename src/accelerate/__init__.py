@@ -1,7 +1,7 @@
-"""Raw PyTorch training loops on one process or many, any device, any precision.
+"""Run a PyTorch training loop on one process or many, on any device, in any precision.
 
-The names of this page are the public ones. Each is found when it is first used, so that
-`import accelerate` itself is quick and imports no torch.
+These names are the public interface. Each is imported on first use, so that `import accelerate` itself is fast and
+doesn't import torch.
 """
 
 from __future__ import annotations

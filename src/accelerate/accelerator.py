@@ -1,7 +1,7 @@
-"""The Accelerator: a raw training loop on any device and any number of processes.
+"""The Accelerator: run a PyTorch training loop on any device and any number of processes.
 
 It owns the run's objects (``settings``, ``world``, ``precision``, ``strategy``, ``gradient_state``) and passes them
-down; its methods forward to the packages that implement them.
+to other packages, in which its methods are implemented.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
-#: The context inside of ``accumulate``'s where all gradients are reduced; it has no state, so one is enough.
+#: The context inside that of ``accumulate`` if all gradients are reduced; it has no state, so one is enough.
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 # The arguments of `prepare`, by position.
@@ -89,25 +89,25 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Accelerator(ReplaceableSteps):
-    """The owner of a run's world, precision and strategy, which prepares and checkpoints a loop's objects.
+    """The entry point: set up devices, processes and precision, and prepare training objects.
 
-    After construction the process has joined its world (one process, or all those that the launcher started).
-    Every argument may also come from ``accelerate launch`` through the environment; an argument wins.
+    The constructor joins the world: one process, or all processes that the launcher started. ``accelerate launch`` can
+    also set every argument through environment variables; an argument of the constructor takes precedence.
 
     Args:
-        device_placement: whether prepared objects are moved to ``device``.
+        device_placement: whether to move prepared objects to ``device``.
         mixed_precision: no, fp16, bf16 or fp8.
         gradient_accumulation_steps: micro-batches per optimizer update.
         cpu: force the CPU.
-        scheduler_mode: ``"samples"`` (documented: N processes advance a schedule N times a step) or
-            ``"updates"`` (once per optimizer update; the same curve on any number of processes).
-        parameter_dtype: true half or true double: prepared models keep parameters, gradients and optimizer states
-            in this dtype, and compute in it. It takes the place of ``mixed_precision``.
-        preemption: save on all ranks at one step, and end, when a rank gets a signal or a notice of preemption.
+        scheduler_mode: ``"samples"`` (the default of the interface: N processes advance a schedule N times per step)
+            or ``"updates"`` (once per optimizer update; the same curve on any number of processes).
+        parameter_dtype: the dtype of parameters, gradients, optimizer states and computation of prepared models (true
+            half or double precision), instead of ``mixed_precision``.
+        preemption: when a rank gets a signal or a notice of preemption, save on all ranks at one step, and end.
 
     Raises:
-        SettingError: contradictory or impossible values, with where they came from.
-        NotBuilt: kinds of parallelism that don't go together.
+        SettingError: values are contradictory or impossible; the message says where they were set.
+        NotBuilt: the kinds of parallelism can't be combined.
     """
 
     settings: Settings
@@ -214,7 +214,7 @@ class Accelerator(ReplaceableSteps):
         construction.add_loop_hooks(self, preemption)
 
     def _start_in_process(self) -> None:
-        """Create what belongs to this process, and is left out of a copy for another one."""
+        """Create the objects that belong to this process; copies for other processes omit them."""
         self.trackers: list[Any] = []
         self._run_log: list[Any] = []
         self._windows = NamedWindows()
@@ -226,7 +226,7 @@ class Accelerator(ReplaceableSteps):
         self._save_model_state_pre_hook, self._load_model_state_pre_hook = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
 
-    # == who am I ==========================================================================================
+    # == this process ======================================================================================
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -255,7 +255,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """Whether there are several processes."""
         return self.world.size > 1
 
     @property
@@ -265,7 +265,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def is_main_process(self) -> Flag:
-        """Whether this is rank 0; also callable, as in the oldest interface."""
+        """Whether this is rank 0; also callable, for old scripts."""
         return Flag(self.world.is_main)
 
     @property
@@ -278,7 +278,7 @@ class Accelerator(ReplaceableSteps):
         """Whether this is the last rank; also callable."""
         return Flag(self.world.is_last)
 
-    # == what was asked for ================================================================================
+    # == settings ==========================================================================================
 
     @property
     def mixed_precision(self) -> str:
@@ -298,7 +298,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def native_amp(self) -> bool:
-        """Whether forward passes run under autocast; scripts assign False where they don't trust it."""
+        """Whether forward passes run under autocast; scripts may assign False to disable it."""
         return self.precision.is_autocast
 
     @native_amp.setter
@@ -307,7 +307,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin | None:
-        """The TorchDynamoPlugin: how prepared models are compiled."""
+        """The TorchDynamoPlugin, which says how prepared models are compiled."""
         return self.strategy.options.plugins.dynamo
 
     @dynamo_plugin.setter
@@ -316,7 +316,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The AutocastKwargs of the constructor, or what was assigned since."""
+        """The AutocastKwargs of the constructor, or the last one assigned."""
         return self._handlers.autocast
 
     @autocast_handler.setter
@@ -325,7 +325,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The DistributedDataParallelKwargs; libraries assign it between construction and ``prepare``."""
+        """The DistributedDataParallelKwargs; libraries may assign it before ``prepare``."""
         return self.strategy.options.ddp_handler
 
     @ddp_handler.setter
@@ -344,7 +344,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The ProfileKwargs of the constructor, or what was assigned since."""
+        """The ProfileKwargs of the constructor, or the last one assigned."""
         return self._handlers.profile
 
     @profile_handler.setter
@@ -353,7 +353,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
-        """The FP8RecipeKwargs of the constructor (deprecated form)."""
+        """The FP8RecipeKwargs of the constructor (deprecated)."""
         return self._handlers.fp8
 
     @property
@@ -383,17 +383,17 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def conversions(self) -> Sequence[ConversionReport]:
-        """The reports of fp8 conversion, one per prepared model; ``print(accelerator.conversions[-1])`` is a table."""
+        """The reports of fp8 conversion, one per prepared model; printing one shows a table."""
         return self.precision.reports
 
     @property
     def delayed_fp8_autocast(self) -> bool:
-        """Whether fp8 autocast is around the container that trains the model, not inside it."""
+        """Whether fp8 autocast is applied around the wrapped model (DDP, FSDP) instead of inside it."""
         return self.fp8_backend == FP8BackendType.TE and self.use_distributed
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether some prepared optimizer steps during backward."""
+        """Whether a prepared optimizer steps during backward."""
         return any(optimizer.is_fused_into_backward for optimizer in self._optimizers)
 
     @property
@@ -403,12 +403,12 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads the data for all."""
+        """Whether the main process reads the data for all processes."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get equally many, equally large batches."""
+        """Whether all ranks get the same number of batches of the same size."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -417,17 +417,17 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether random samplers are replaced by seedable ones."""
+        """Whether ``prepare`` replaces random samplers by seedable ones."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are moved without waiting."""
+        """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders are torchdata's StatefulDataLoader."""
+        """Whether prepared loaders are torchdata's StatefulDataLoader."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
@@ -452,17 +452,17 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The object whose ``backward`` DeepSpeed uses (``.engine``: the engine itself); None elsewhere."""
+        """The object whose ``backward`` calls DeepSpeed (its ``.engine`` is DeepSpeed's); None without it."""
         return self.strategy.engine
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The ParallelismConfig; None without one."""
+        """The ParallelismConfig; None if there is none."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The DeviceMesh of the ParallelismConfig; None without one."""
+        """The DeviceMesh of the ParallelismConfig; None if there is none."""
         return self.state.device_mesh
 
     @property
@@ -472,7 +472,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """The same as :attr:`is_fsdp2`."""
+        """An alias of :attr:`is_fsdp2`."""
         return self.is_fsdp2
 
     @property
@@ -528,7 +528,7 @@ class Accelerator(ReplaceableSteps):
     @overload
     def on_main_process(self, function: None = None) -> Guard: ...
     def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere.
+        """Wrap ``function`` to run on rank 0 only; it returns None on other ranks.
 
         Example:
             ```python
@@ -546,7 +546,7 @@ class Accelerator(ReplaceableSteps):
     @overload
     def on_local_main_process(self, function: None = None) -> Guard: ...
     def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs once per host, and returns None elsewhere.
+        """Wrap ``function`` to run once per host; it returns None on other processes.
 
         Example:
             ```python
@@ -564,7 +564,7 @@ class Accelerator(ReplaceableSteps):
     @overload
     def on_last_process(self, function: None = None) -> Guard: ...
     def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere.
+        """Wrap ``function`` to run on the last rank only; it returns None on other ranks.
 
         Example:
             ```python
@@ -586,7 +586,7 @@ class Accelerator(ReplaceableSteps):
     def on_process(
         self, function: Callable[..., object] | None = None, process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one).
+        """Wrap ``function`` to run on rank ``process_index`` only; with a single process it always runs.
 
         Example:
             ```python
@@ -608,7 +608,7 @@ class Accelerator(ReplaceableSteps):
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one).
+        """Wrap ``function`` to run on one local process of every host only; with a single process it always runs.
 
         Example:
             ```python
@@ -624,18 +624,18 @@ class Accelerator(ReplaceableSteps):
         )
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block rank 0 runs before the others; if it raises there, the others are released.
+        """Enter a context whose block runs on rank 0 first, then on the others, even if it raises on rank 0.
 
         Example:
             ```python
             with accelerator.main_process_first():
-                Path("cache").mkdir(exist_ok=True)  # the others find what rank 0 has made
+                Path("cache").mkdir(exist_ok=True)  # rank 0 creates it, the others find it
             ```
         """
         return process_control.main_process_first(world=self.world)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block the first process of each host runs before the others.
+        """Enter a context whose block runs first on the first process of each host, then on the others.
 
         Example:
             ```python
@@ -657,7 +657,7 @@ class Accelerator(ReplaceableSteps):
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this.
+        """Wait until every process calls this.
 
         Example:
             ```python
@@ -698,8 +698,8 @@ class Accelerator(ReplaceableSteps):
 
     # == prepare ===========================================================================================
 
-    # For editors one argument comes back as what it becomes, several as what they were: no type says "each of these,
-    # prepared", and prepared objects do what the given ones could (the model's methods, the loader's batches).
+    # For editors, one argument has its prepared type, and several keep their types: no type says "each of these,
+    # prepared", and prepared objects have the methods of the given ones.
     @overload
     def prepare(
         self, one: torch.optim.Optimizer, /, *, device_placement: Sequence[bool] | None = None
@@ -740,13 +740,13 @@ class Accelerator(ReplaceableSteps):
     @overload
     def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any: ...
     def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare the given objects for this world and return as many, in the same order; a single one bare.
+        """Prepare objects for distributed training; return them in the given order, a single object without a tuple.
 
-        Models, optimizers, loaders and schedulers are prepared; everything else comes back untouched. An object
-        that was prepared before comes back as it is.
+        Models, optimizers, loaders and schedulers are prepared. Other objects, and those prepared before, are returned
+        unchanged.
 
         Args:
-            device_placement: for each object, whether it is moved to ``device``; by default the Accelerator's own.
+            device_placement: for each object, whether to move it to ``device``; by default, the Accelerator's setting.
 
         Raises:
             PreparationError: the objects can't be prepared together, or ``device_placement`` doesn't match them.
@@ -791,7 +791,7 @@ class Accelerator(ReplaceableSteps):
         return models, made
 
     def _place_together(self, arguments: PreparedArguments) -> None:
-        """Let an engine prepare the arguments that it needs; the rest is prepared one by one."""
+        """Let an engine prepare the arguments that it replaces together; the others are prepared one by one."""
         self.strategy.place(arguments, self.precision)
         for argument in arguments.of(Role.MODEL):
             if argument.current is not argument.original:
@@ -800,7 +800,7 @@ class Accelerator(ReplaceableSteps):
 
     @contextmanager
     def _rebinding_optimizers(self, arguments: PreparedArguments) -> Iterator[None]:
-        """Enter a context; at its end, make the optimizers train the models' current parameters."""
+        """Enter a context at whose end the optimizers get the models' current parameters."""
         models = [one for one in arguments.of(Role.MODEL) if id(one.current) not in self._prepared_models]
         optimizers = [argument.current for argument in arguments.of(Role.OPTIMIZER)]
         if not models or not optimizers:
@@ -811,7 +811,7 @@ class Accelerator(ReplaceableSteps):
         rebinding = OptimizerRebinding(optimizers, self._named_parameters(models))
         try:
             yield
-        except BaseException:  # which is what the caller is told, whatever is left of the models
+        except BaseException:  # raised to the caller, whatever is left of the models
             with suppress(PreparationError):
                 rebinding.resolve(dict(self._named_parameters(models)))
             raise
@@ -823,14 +823,14 @@ class Accelerator(ReplaceableSteps):
                 yield f"{number}.{name}", parameter
 
     def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
-        """Prepare ``model``: convert it to its precision, move it to its device and wrap it for training.
+        """Prepare ``model``: cast it, move it to its device and wrap it for training.
 
         Args:
-            device_placement: whether it is moved to ``device``; by default the Accelerator's own.
-            evaluation_mode: leave out what only training needs.
+            device_placement: whether to move it to ``device``; by default, the Accelerator's setting.
+            evaluation_mode: skip the steps that only training needs.
 
         Raises:
-            PreparationError: the model can't be prepared under this strategy, or is no model.
+            PreparationError: the model can't be prepared under this strategy, or isn't a model.
 
         Example:
             ```python
@@ -860,7 +860,7 @@ class Accelerator(ReplaceableSteps):
         return self._register_model(model, prepared)
 
     def _adopt(self, model: torch.nn.Module) -> None:
-        """Follow the mesh on which ``model`` lies, if it was sharded before it came here."""
+        """Adopt the mesh of ``model`` if it was sharded before ``prepare``."""
         is_marked = model.__dict__.get("_is_accelerate_prepared", False)  # maybe another Accelerator adopted it
         if id(model) not in self._prepared_models and (self.strategy.hands_over_shards or not is_marked):
             self._follow(parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers)))
@@ -884,7 +884,7 @@ class Accelerator(ReplaceableSteps):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap ``optimizer`` so that it steps only when gradients are synchronised.
+        """Wrap ``optimizer`` to step only when gradients are synchronised.
 
         Example:
             ```python
@@ -908,7 +908,7 @@ class Accelerator(ReplaceableSteps):
         return prepared
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
-        """Wrap ``scheduler`` so that it follows the updates of its prepared optimizer.
+        """Wrap ``scheduler`` to follow the updates of its prepared optimizer.
 
         Example:
             ```python
@@ -940,7 +940,7 @@ class Accelerator(ReplaceableSteps):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> torch.utils.data.DataLoader[T1]:
-        """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device.
+        """Wrap ``data_loader`` to yield this process's shard of every batch, on its device.
 
         Example:
             ```python
@@ -969,7 +969,7 @@ class Accelerator(ReplaceableSteps):
         return _register(self._dataloaders, prepared)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that begins at batch ``num_batches`` of the epoch.
+        """Return a loader that starts at batch ``num_batches`` of the epoch.
 
         Example:
             ```python
@@ -980,9 +980,9 @@ class Accelerator(ReplaceableSteps):
         return _module_attribute("skip_first_batches")(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> Any:
-        """Wrap ``dl`` to yield parts of sequences under DeepSpeed's sequence parallelism; else return ``dl``.
+        """Wrap ``dl`` to yield parts of sequences for DeepSpeed's sequence parallelism; else return ``dl``.
 
-        Loaders that are prepared together with their model are so already.
+        Loaders prepared together with their model need no wrapper.
 
         Example:
             ```python
@@ -1024,7 +1024,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def step(self) -> int:
-        """The number of micro-batches begun since the last loader ended."""
+        """The number of micro-batches started since the last loader ended."""
         return self.gradient_state.step
 
     @step.setter
@@ -1033,14 +1033,14 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether some optimizer's last step left its parameters alone because of an fp16 overflow."""
+        """Whether an optimizer skipped its last step because of an fp16 overflow."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[object]:
-        """Enter a context around one micro-batch, in which gradients are reduced only if it completes the window.
+        """Enter a context around one micro-batch; gradients are reduced only if it completes the accumulation window.
 
-        Prepared optimizers do nothing before that. Windows are counted per set of ``models``, so that two models of one
-        loop may take turns, also one inside the other: the innermost is the one that ``backward`` and ``step`` obey.
+        Prepared optimizers skip their steps until then. Windows are counted per set of ``models``, so that two models
+        of one loop may take turns. Contexts may be nested: ``backward`` and ``step`` follow the innermost one.
 
         Example:
             ```python
@@ -1088,15 +1088,15 @@ class Accelerator(ReplaceableSteps):
         return trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Add the gradients of ``loss`` to those of the parameters.
+        """Accumulate the gradients of ``loss``.
 
-        ``loss`` is a mean over the micro-batch, and is divided by the accumulation steps; or, with ``weight``, a
-        sum over ``weight`` tokens or samples: the finished window then holds the gradient of the true mean over
-        all ranks and micro-batches, however ragged.
+        Without ``weight``, ``loss`` is a mean over the micro-batch and is divided by the accumulation steps. With
+        ``weight``, it is a sum over ``weight`` tokens or samples; the accumulated gradient is then that of the mean
+        over all ranks and micro-batches, even if their sizes differ.
 
         Args:
             loss: a scalar (``[]``).
-            weight: how many items ``loss`` sums over: an int, or a tensor on the device.
+            weight: the number of items in the sum ``loss``: an int, or a tensor on the device.
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
 
         Example:
@@ -1132,29 +1132,29 @@ class Accelerator(ReplaceableSteps):
         num_parts: int = 1,
         always_careful: bool = False,
     ) -> torch.Tensor:
-        """Add the gradients of ``compute_loss(batch)`` in as many parts as fit into memory, and return the loss.
+        """Accumulate the gradients of ``compute_loss(batch)`` in parts that fit into memory; return the loss.
 
-        In place of ``loss = ...; accelerator.backward(loss)``::
+        Use it instead of ``loss = ...; accelerator.backward(loss)``::
 
             loss = accelerator.backward_in_parts(lambda part: model(**part).loss, batch)
 
-        When a rank runs out of memory, its batch is computed again in twice as many parts (by all ranks, where the
-        forward itself communicates, as in FSDP); the global batch, the gradients and the random numbers of the rest
-        stay what they were. While a shape is new (and in the first two updates), replicas reduce gradients after the
-        backward instead of during it; ranks that communicate in the forward agree before each collective to go on.
+        If a rank runs out of memory, it recomputes its batch in twice as many parts; all ranks do so if the forward
+        itself communicates, as in FSDP. The global batch, the gradients and later random numbers don't change. For
+        new shapes (and in the first two updates), replicas reduce gradients after the backward instead of during it,
+        and ranks that communicate in the forward agree before each collective to continue.
 
         Args:
-            compute_loss: the loss of a part of ``batch``: its samples split along the first dimension.
-            batch: tensors, or tuples, lists and dicts of them; the first one's first dimension counts samples.
-            reduction: ``"mean"``: losses of parts are averaged over their samples; ``"sum"``: added (for a loss that
-                the caller divides by the tokens of the whole batch).
-            num_parts: at least so many parts; the same on all ranks.
-            always_careful: every batch can be computed again, also of a shape that did fit before; the same on all
-                ranks.
+            compute_loss: returns the loss of a part of ``batch``, which is split along the first dimension.
+            batch: tensors, or tuples, lists and dicts of them; the first dimension of the first one is the number of
+                samples.
+            reduction: ``"mean"`` averages the losses of parts over their samples; ``"sum"`` adds them (if the caller
+                divides the loss by the tokens of the whole batch).
+            num_parts: the minimum number of parts; the same on all ranks.
+            always_careful: allow to recompute every batch, also of a shape that has fit before; the same on all ranks.
 
         Raises:
-            MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be retried.
-            CollectiveError: another rank has failed, in a forward that communicates.
+            MemoryExhausted: a single sample doesn't fit, or memory ran out in a batch that can't be retried.
+            CollectiveError: another rank has failed in a forward that communicates.
 
         Example:
             ```python
@@ -1197,12 +1197,11 @@ class Accelerator(ReplaceableSteps):
                     optimizer.step()
                     ...
 
-        Without pipeline parallelism it is the plain step, so that the same loop runs on one process.
+        Without pipeline parallelism it runs a plain forward and backward, so that the same loop runs on one process.
 
         Args:
-            batch: the model's inputs (a tensor or a tuple of them) and what ``loss_function`` compares with, the same
-                on all stages.
-            loss_function: of the model's output and the targets, a mean over samples.
+            batch: the model's inputs (a tensor or a tuple of tensors) and the targets, the same on all stages.
+            loss_function: takes the model's output and the targets, and returns a mean over samples.
 
         Example:
             ```python
@@ -1225,13 +1224,13 @@ class Accelerator(ReplaceableSteps):
         return self._noting(loss)
 
     def _noting(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, after giving it to the hooks."""
+        """Return ``loss`` after passing it to the hooks."""
         for hook in self.gradient_state.hooks.after_backward:
             hook(loss, None)
         return loss
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Update the parameters of the LOMO optimizers along the gradients of ``loss``.
+        """Update the parameters of the LOMO optimizers with the gradients of ``loss``.
 
         Raises:
             PreparationError: no LOMO optimizer was prepared.
@@ -1257,7 +1256,7 @@ class Accelerator(ReplaceableSteps):
         | tuple[torch.optim.Optimizer, ...]
         | None = None,
     ) -> None:
-        """Unscale the gradients of ``optimizer``: one, several, or None for all prepared ones (fp16).
+        """Unscale the fp16 gradients of ``optimizer``: one, several, or None for all prepared ones.
 
         Example:
             ```python
@@ -1281,7 +1280,7 @@ class Accelerator(ReplaceableSteps):
         *,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before.
+        """Clip the global norm of the unscaled gradients to at most ``max_norm``; return the norm before clipping.
 
         Example:
             ```python
@@ -1313,7 +1312,7 @@ class Accelerator(ReplaceableSteps):
         self.strategy.clip_grad_value(parameters, clip_value)
 
     def _unscale_owners_of(self, parameters: list[torch.Tensor]) -> None:
-        """Unscale only the optimizers of these parameters: others still have scaled backward passes to add."""
+        """Unscale only the optimizers of these parameters; others still expect scaled backward passes."""
         if self.precision.scaler is None:
             return
         ours = set(map(id, parameters))
@@ -1376,12 +1375,12 @@ class Accelerator(ReplaceableSteps):
     ) -> AbstractContextManager[None]:
         """Enter a context in which ``buffers`` are sharded along the sequence, under context parallelism.
 
-        Attention inside the block still sees full sequences. Forward and backward both belong into it.
+        Attention inside the block still sees full sequences. Run both forward and backward inside it.
 
         Args:
             buffers: tensors with a sequence dimension (inputs, labels, positions), changed in place.
-            buffer_seq_dims: that dimension, for each of them.
-            no_restore_buffers: the set of those that need not be restored after the block.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: the set of buffers that need not be restored after the block.
 
         Example:
             ```python
@@ -1397,7 +1396,7 @@ class Accelerator(ReplaceableSteps):
     # == collectives =======================================================================================
 
     def gather(self, tensor: T1) -> T1:
-        """Gather the tensors of every rank, joined along the first dimension, on every rank.
+        """Gather tensors from all ranks, concatenated along the first dimension, on every rank.
 
         Example:
             ```python
@@ -1410,14 +1409,14 @@ class Accelerator(ReplaceableSteps):
     def gather_for_metrics(
         self, input_data: object, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
     ) -> Any:
-        """Gather what every rank computed from the current batch, each sample exactly once.
+        """Gather values that every rank computed from the current batch, with each sample exactly once.
 
-        Rows that were added so that all ranks have equal batches are left out, by the account that the batch
-        carries. Containers and dataclasses are joined leaf by leaf: tensors and arrays along the rows, lists with an
-        object per sample end to end; of any other object a list with one per rank; None stays None.
+        Padding rows, which give all ranks equal batches, are dropped. Containers and dataclasses are joined leaf by
+        leaf: tensors and arrays along the first dimension, lists with one object per sample end to end. Any other
+        object becomes a list with one entry per rank; None stays None.
 
         Args:
-            use_gather_object: every list holds objects, one per sample, also where these are tensors (of any shapes).
+            use_gather_object: treat every list as one object per sample, even if these are tensors (of any shapes).
             to: ``"main"`` gathers on rank 0 only; the other ranks get None.
 
         Example:
@@ -1432,7 +1431,7 @@ class Accelerator(ReplaceableSteps):
         return self._metric_gather.gather(input_data, as_objects=use_gather_object, to_main=to == "main")
 
     def streaming_mean(self) -> StreamingMean:
-        """Return a mean over samples of all ranks, each once, of which every rank keeps two numbers.
+        """Return a running mean over the samples of all ranks, each counted once; every rank keeps only two numbers.
 
         Example:
             ```python
@@ -1445,7 +1444,7 @@ class Accelerator(ReplaceableSteps):
         return StreamingMean(self.mesh, self.gradient_state)
 
     def reduce(self, tensor: T1, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> T1:
-        """Return the elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged.
+        """Return the elementwise sum, mean or max over ranks on every rank; ``tensor`` is unchanged.
 
         Example:
             ```python
@@ -1455,7 +1454,7 @@ class Accelerator(ReplaceableSteps):
         return collectives.reduce(tensor, reduction, scale, world=self.world)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
-        """Pad ``tensor`` along ``dim`` to the largest size of any rank.
+        """Pad ``tensor`` along ``dim`` to the largest size on any rank.
 
         Example:
             ```python
@@ -1481,7 +1480,7 @@ class Accelerator(ReplaceableSteps):
         return own
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of ``model``; a collective where the model is sharded over the ranks.
+        """Return the full state dict of ``model``; a collective if the model is sharded over the ranks.
 
         Example:
             ```python
@@ -1492,7 +1491,7 @@ class Accelerator(ReplaceableSteps):
         return self.strategy.state.collective_full_state_dict(model, "get_state_dict", unwrap)
 
     def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
-        """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``).
+        """Write ``obj`` to the file ``f`` on the main process (of each host with ``save_on_each_node``).
 
         Example:
             ```python
@@ -1504,7 +1503,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def _moment(self) -> str:
-        """The number of backward passes: it tells calls from the same line apart, and is equal on all ranks."""
+        """The number of backward passes, equal on all ranks; it distinguishes calls from the same line."""
         return str(self.gradient_state.num_backwards if self.even_batches else 0)
 
     def save_model(
@@ -1516,10 +1515,10 @@ class Accelerator(ReplaceableSteps):
         *,
         select: checkpointing.Selection | None = None,
     ) -> None:
-        """Write exactly the weights of ``model`` to ``save_directory``, in files of at most ``max_shard_size``.
+        """Write the weights of ``model`` to ``save_directory``, in files of at most ``max_shard_size``.
 
-        ``select`` leaves some of them out, or converts them. Called by all ranks, or by the main process alone where
-        the model isn't sharded.
+        ``select`` omits or converts some of them. All ranks must call this, or only the main process if the model isn't
+        sharded.
 
         Example:
             ```python
@@ -1542,10 +1541,10 @@ class Accelerator(ReplaceableSteps):
     ) -> None:
         """Write weights and configuration of ``model`` to ``save_directory``, for ``from_pretrained``.
 
-        With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, as PEFT itself loads them.
+        With ``Selection(adapters_only=True)`` it writes the adapters of a PEFT model in PEFT's own format.
 
         Raises:
-            CheckpointError: on every rank: the model has no configuration, or the main process couldn't write.
+            CheckpointError: on every rank, if the model has no configuration, or the main process can't write.
 
         Example:
             <!-- not run: needs a model of Transformers, with a configuration -->
@@ -1574,19 +1573,21 @@ class Accelerator(ReplaceableSteps):
         dtype: torch.dtype | str | None = None,
         adapters: Adapters = "kept",
     ) -> WeightStream:
-        """Return an iterator over the names and whole weights of ``model``; all ranks iterate, ``ranks`` get them.
+        """Return an iterator over names and whole weights of ``model``; all ranks iterate, ``ranks`` receive weights.
 
-        The names and values are those of :meth:`get_state_dict`, in memory of a few buckets. Each receiver owns what
-        it gets. While it takes its time the others wait; where it leaves the loop early, fails or dies, all raise.
+        Names and values are those of :meth:`get_state_dict`, but it needs the memory of only a few buckets. A receiver
+        owns its tensors. The others wait while it processes a bucket. If it leaves the loop early, fails or dies, all
+        ranks raise.
 
         Args:
-            ranks: the ranks that get the weights; on the others the iterator yields nothing.
-            bucket_bytes: how many bytes of weights are gathered at a time; a larger weight is gathered alone.
-            dtype: floating-point weights leave in this dtype.
-            adapters: of a PEFT model: ``"kept"`` beside the base, ``"merged"`` into it, or ``"only"`` themselves.
+            ranks: the ranks that receive the weights; on other ranks the iterator yields nothing.
+            bucket_bytes: the bytes of weights to gather at a time; a larger weight is gathered alone.
+            dtype: the dtype to send floating-point weights in.
+            adapters: how to send adapters of a PEFT model: ``"kept"`` beside the base, ``"merged"`` into it, or
+                ``"only"`` the adapters.
 
         Raises:
-            CollectiveError: on every rank, when one doesn't make the call, or doesn't run through the iterator.
+            CollectiveError: on every rank, if one doesn't call this, or doesn't exhaust the iterator.
 
         Example:
             ```python
@@ -1608,28 +1609,30 @@ class Accelerator(ReplaceableSteps):
         pin: bool = False,
         **save_model_func_kwargs: object,
     ) -> str:
-        """Save everything prepared and registered as one committed checkpoint, and return its folder.
+        """Save all prepared and registered objects as one committed checkpoint, and return its folder.
 
-        Called by all ranks, or by the main process alone where every process has the full state (not under FSDP,
-        tensor or pipeline parallelism, DeepSpeed): it then lacks the other ranks' random streams and loader parts.
+        All ranks must call this, or only the main process if every process has the full state (not under FSDP, tensor
+        or pipeline parallelism, DeepSpeed). In the latter case the checkpoint lacks the other ranks' random states
+        and loader positions.
 
-        With automatic naming the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
-        ``output_dir`` is not used. A crash at any instant leaves the checkpoints that were there.
+        With automatic naming, the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
+        ``output_dir`` is not used. The checkpoint is atomic: a crash never damages earlier checkpoints.
 
         Args:
-            asynchronous: return as soon as the state is copied to host memory, and write while training goes on;
-                :meth:`wait_for_checkpoint` waits, and so does the next save. A failure is raised there, or by the
-                next ``backward``. Default: ``ProjectConfiguration.save_asynchronously``.
-            metrics: numbers to record; the best checkpoints by one of them can be kept.
+            asynchronous: return as soon as the state is copied to host memory, and write while training continues;
+                :meth:`wait_for_checkpoint` and the next save wait for it. They, or the next ``backward``, raise a
+                failure. Default: ``ProjectConfiguration.save_asynchronously``.
+            metrics: numbers to record; the project can keep the best checkpoints by one of them.
             details: JSON values to record; ``epoch`` and ``step`` are shown in listings.
-            select: leaves a part out, or converts it.
-            pin: the checkpoint is kept, whatever the project's limits say.
-            save_model_func_kwargs: options of engines that save models their own way; others have none.
+            select: parts to omit or to convert.
+            pin: never delete this checkpoint, whatever the project's limits are.
+            save_model_func_kwargs: options of engines with their own way to save models.
 
         Raises:
-            CheckpointError: on every rank, when writing failed on any, now or in the save before.
-            CollectiveError: on every rank, when all are needed and one doesn't make the call.
-            ReplicaError: with ``ProjectConfiguration(compare_replicas="raise")``, when :meth:`compare_replicas` does.
+            CheckpointError: on every rank, if writing failed on any rank, now or in the previous save.
+            CollectiveError: on every rank, if all are needed and one doesn't call this.
+            ReplicaError: with ``ProjectConfiguration(compare_replicas="raise")``, if :meth:`compare_replicas` raises
+                it.
 
         Example:
             ```python
@@ -1677,18 +1680,18 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def preempted(self) -> bool:
-        """Whether the run is to end because a rank got a notice of preemption; true on all ranks at the same question.
+        """Whether the run should end because a rank got a notice of preemption; the same on all ranks.
 
-        With a ``PreemptionPolicy(save_on_signal=False)`` the script asks, on all ranks equally often, saves and ends.
-        Otherwise it becomes true when the run saves by itself.
+        With ``PreemptionPolicy(save_on_signal=False)``, the script reads it equally often on all ranks, saves and ends.
+        Otherwise it becomes true when the run saves automatically.
         """
-        return True in [asks() for asks in self.gradient_state.hooks.asks_to_end]  # each of them counts the questions
+        return True in [asks() for asks in self.gradient_state.hooks.asks_to_end]  # call all: each counts its calls
 
     def compare_replicas(self, action: Literal["warn", "raise", "no"] = "raise") -> None:
-        """Warn or raise if ranks that should hold the same parameters and optimizer states don't. A collective.
+        """Warn or raise if parameters or optimizer states differ between ranks that replicate them; a collective.
 
         Raises:
-            ReplicaError: on every rank; the text names the first tensor that differs, and the ranks.
+            ReplicaError: on every rank; the message names the first tensor that differs, and the ranks.
 
         Example:
             ```python
@@ -1698,10 +1701,10 @@ class Accelerator(ReplaceableSteps):
         seams.function_of("checks", "compare", asked="compare_replicas()")(self, action)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being saved in the background, if there is one, is committed.
+        """Wait until the checkpoint saved in the background, if there is one, is committed.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: saving failed.
 
         Example:
             ```python
@@ -1720,18 +1723,17 @@ class Accelerator(ReplaceableSteps):
         keep_global_batch: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load everything prepared and registered from a checkpoint: by default the project's newest valid one.
+        """Load all prepared and registered objects from a checkpoint; by default, the project's newest valid one.
 
         Loaders continue at the next unseen batch, in the order of the interrupted epoch, also on another number of
-        ranks; what that changes is said once.
+        ranks; the changes that this causes are logged once.
 
         Args:
-            keep_global_batch: set ``gradient_accumulation_steps`` so that an update is made of as many samples as
-                when the checkpoint was saved.
+            keep_global_batch: set ``gradient_accumulation_steps`` to keep the global batch size of the checkpoint.
 
         Raises:
-            CheckpointNotFound: there is none.
-            CheckpointError: on every rank, when reading failed on any.
+            CheckpointNotFound: there is no checkpoint.
+            CheckpointError: on every rank, if reading failed on any rank.
 
         Example:
             ```python
@@ -1752,12 +1754,13 @@ class Accelerator(ReplaceableSteps):
         load_kwargs: Mapping[str, object] | None = None,
         **load_model_func_kwargs: Any,
     ) -> str | None:
-        """Load the newest valid checkpoint in ``root`` and return its folder, or None in a new run.
+        """Load the newest valid checkpoint in ``root`` and return its folder; return None in a new run.
 
-        ``root`` is a folder of checkpoints; without it, the project's. Call it unconditionally at the top of a script.
+        ``root`` is a folder of checkpoints, by default the project's. Call this unconditionally at the start of a
+        script.
 
         Raises:
-            CheckpointError: there are checkpoints, and not one is complete.
+            CheckpointError: there are checkpoints, but none is complete.
 
         Example:
             ```python
@@ -1796,7 +1799,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def _run_state(self) -> checkpointing.RunState:
-        """The live objects of the run, which a checkpoint is made of and loaded into."""
+        """The live objects of the run that a checkpoint saves and loads."""
         self.gradient_state.finish_window()
         return checkpointing.RunState(
             self.strategy.state,
@@ -1818,14 +1821,14 @@ class Accelerator(ReplaceableSteps):
         )
 
     def register_for_checkpointing(self, *objects: object, allow_pickle: bool = False) -> None:
-        """Include ``objects`` in ``save_state`` and ``load_state``, in this order.
+        """Add ``objects`` to ``save_state`` and ``load_state``, in this order.
 
-        With ``allow_pickle`` their states are saved as pickles, which can hold anything, and which run code when they
-        are loaded by a run that registers them so.
+        With ``allow_pickle``, their states are saved as pickles. A pickle can hold any object, and runs code when a run
+        that also registers them with ``allow_pickle`` loads it.
 
         Raises:
-            SettingError: an object without ``state_dict`` and ``load_state_dict``.
-            EncodingError: a state that can't be written without pickle; the text names the object and the place.
+            SettingError: an object has no ``state_dict`` or ``load_state_dict``.
+            EncodingError: a state can't be written without pickle; the message names the object and the entry.
 
         Example:
             ```python
@@ -1848,7 +1851,7 @@ class Accelerator(ReplaceableSteps):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, weights, output_dir)`` to run before ``save_state`` writes; return its handle.
 
-        ``output_dir`` is where the checkpoint will be; what the hook writes there is committed with it.
+        ``output_dir`` is the checkpoint's folder; files that the hook writes there are committed with it.
 
         Example:
             ```python
@@ -1874,7 +1877,7 @@ class Accelerator(ReplaceableSteps):
         return self._load_model_state_pre_hook.add(hook)
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Drop all references to prepared objects, empty device caches, and return a None per object.
+        """Drop all references to prepared objects, empty device caches, and return one None per object.
 
         Example:
             ```python
@@ -1883,7 +1886,7 @@ class Accelerator(ReplaceableSteps):
             ```
         """
         for model in self._models:
-            # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
+            # A wrapper that the caller still uses keeps working; a model without a wrapper is restored.
             if self._wrapped(model) is model:
                 self._restore(model)
         lists = self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects
@@ -1898,12 +1901,12 @@ class Accelerator(ReplaceableSteps):
         return release_memory(*objects)
 
     def _restore(self, model: torch.nn.Module) -> None:
-        """Undo ``prepare`` on a ``model`` that has no wrapper around it."""
+        """Undo ``prepare`` on a ``model`` without a wrapper."""
         self.precision.restore_forward(model)
         model.__dict__.pop("_is_accelerate_prepared", None)
 
     def clear(self, *objects: object) -> list[None]:
-        """Do the same as :meth:`free_memory`.
+        """Drop references and empty caches; an alias of :meth:`free_memory`.
 
         Example:
             ```python
@@ -1920,7 +1923,7 @@ class Accelerator(ReplaceableSteps):
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Start the trackers of ``log_with``, and the JSONL log of the run, and store ``config`` in them.
+        """Start the trackers of ``log_with`` and the JSONL log of the run, and store ``config`` in them.
 
         Example:
             ```python
@@ -1933,7 +1936,7 @@ class Accelerator(ReplaceableSteps):
         self._run_log = tracking.init_run_log(project_name, config, init_kwargs, self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker ``name`` (``unwrap``: the service's own object); a blank one off the main process.
+        """Return the tracker ``name``, or with ``unwrap`` the service's object; off the main process, a blank one.
 
         Example:
             ```python
@@ -1949,10 +1952,10 @@ class Accelerator(ReplaceableSteps):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Log ``values`` as they are now to every tracker, without waiting for it.
+        """Log the current ``values`` to every tracker, without waiting for it.
 
-        Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
-        and says so once; the JSONL log of the run is another one.
+        Each tracker has its own thread, which keeps the order. A tracker that fails or hangs loses only its own
+        records, and logs that once. The JSONL log of the run is a separate tracker.
 
         Example:
             ```python
@@ -1965,10 +1968,10 @@ class Accelerator(ReplaceableSteps):
     def end_training(self) -> None:
         """Commit the last checkpoint and finish the trackers.
 
-        The processes stay connected until they end, so saving, loading and gathering still work.
+        The process group stays alive until the processes end, so saving, loading and gathering still work.
 
         Raises:
-            CheckpointError: a checkpoint that was being saved in the background failed.
+            CheckpointError: saving a checkpoint in the background failed.
 
         Example:
             ```python
@@ -1999,22 +2002,22 @@ class Accelerator(ReplaceableSteps):
         sdc_check: int = 0,
         on_sdc: Literal["raise", "warn"] = "raise",
     ) -> RunWatch:
-        """Report the loop's numbers every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
+        """Report training metrics every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
 
-        Reports go to the project's folder (one small file a rank, which ``accelerate monitor`` reads), and with
+        Reports are written to the project's folder (one small file per rank, for ``accelerate monitor``), and with
         ``log`` to the trackers.
 
         Args:
-            callbacks: what else happens at the moments of the run.
-            total_steps: updates that the run will take, for the remaining time.
-            rules: when a loss ends the run, on all ranks at once; by default at the first report with a NaN or an
-                infinite loss; None never does.
+            callbacks: callbacks for the events of the run.
+            total_steps: the number of updates in the run, to estimate the remaining time.
+            rules: when a loss ends the run, on all ranks at once; by default, at the first report with a NaN or
+                infinite loss; None never ends it.
             flops: the floating-point operations of the model, for MFU.
             print_line: whether the main process prints a line for each report.
-            compare_replicas: end the run, too, when ranks that should hold the same parameters don't; looked at in the
-                first report, and in one every ``n`` updates if a number is given.
-            sdc_check: compute every ``n``-th update again, and compare (silent data corruption); 0 never does.
-            on_sdc: whether a rank that computes or remembers wrong raises ``HardwareError``, or a warning says so.
+            compare_replicas: also end the run if ranks that replicate parameters have different ones; checked in the
+                first report, and every ``n`` updates if a number is given.
+            sdc_check: recompute every ``n``-th update and compare (silent data corruption); 0 never does.
+            on_sdc: whether a rank with a wrong computation or memory raises ``HardwareError`` or warns.
 
         Example:
             ```python
@@ -2039,8 +2042,8 @@ class Accelerator(ReplaceableSteps):
     ) -> WeightAverage:
         """Return an exponential moving average of the weights of a prepared ``model``.
 
-        Its ``update()`` follows ``optimizer.step()``, its ``applied()`` is a block in which the model has the averaged
-        weights; it is a part of every checkpoint from here on.
+        Call its ``update()`` after ``optimizer.step()``. Its ``applied()`` is a context in which the model has the
+        averaged weights. All later checkpoints include it.
 
         Example:
             ```python
@@ -2077,11 +2080,11 @@ class Accelerator(ReplaceableSteps):
     # == copies ============================================================================================
 
     def __deepcopy__(self, memo: dict[int, object]) -> Accelerator:
-        """Return the same object: there is one Accelerator per training loop."""
+        """Return the same object, because there is one Accelerator per training loop."""
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
+        # Leave out the objects of this process: its world, its hooks, its trackers' connections.
         left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_windows")
         left += ("_save_model_state_pre_hook", "_load_model_state_pre_hook", "_background", "_metric_gather")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
@@ -2105,14 +2108,14 @@ class Accelerator(ReplaceableSteps):
 
 
 def _register(registry: list[Any], obj: T1) -> T1:
-    """Append ``obj`` to ``registry`` once (by identity: parameters and tensors compare elementwise), and return it."""
+    """Append ``obj`` to ``registry`` once, and return it; compare by identity, because tensors compare elementwise."""
     if not any(known is obj for known in registry):
         registry.append(obj)
     return obj
 
 
 def _module_attribute(name: str) -> Any:
-    """Return this module's attribute ``name``: libraries on top put their own in its place."""
+    """Return this module's attribute ``name``, which libraries on top may have replaced."""
     return getattr(sys.modules[__name__], name)
 
 
