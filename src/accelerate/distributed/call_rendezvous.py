@@ -1,8 +1,8 @@
-"""The participants of calls that the main process may make alone, found through the store.
+"""Rendezvous of the ranks in calls that the main process may also make alone.
 
-These calls aren't among the numbered operations of the coordinator: where some ranks don't make a call, the later
-collectives of all ranks stay in step. A call is identified by its call stack and by what it writes to; each rank counts
-its calls there, and rank 0 publishes at each count whether all ranks take part or it goes on alone.
+The coordinator doesn't number these calls, so later collectives still match if only some ranks make a call. A call is
+identified by its call stack and its target. Each rank counts its calls there. For each count, rank 0 publishes whether
+all ranks take part or rank 0 continues alone.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long rank 0 waits for the others at a call stack that it hasn't seen before.
 GRACE_SECONDS: Final = 2.0
-#: How long it waits where they came the last time, if no hang watch finds out whether they wait in torch: it is
-#: switched off, or the ranks wait for a device, in whatever line reads from it.
+#: How long rank 0 waits where the others came the last time, if no hang watch can tell whether they wait in torch: it
+#: is off, or the ranks compute on an accelerator and may wait in any line that reads from it.
 UNWATCHED_SECONDS: Final = 60.0
-#: So many calls are kept in the store for ranks that come late; the keys of earlier ones are deleted.
+#: Number of calls kept in the store for ranks that come late; the keys of older ones are deleted.
 KEPT_CALLS: Final = 64
-_CLAIM: Final = 1 << 20  # added to a count of ranks that rank 0 relies on
-#: How often rank 0 looks whether a rank that it waits for can't come any more.
+_CLAIM: Final = 1 << 20  # added to a count of arrived ranks once rank 0 relies on it
+#: How often rank 0 checks whether a rank that it waits for can no longer come.
 _SHORTEST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 0.5
-#: The channel of what rank 0 publishes, and that of its arrivals.
+#: The notification channels: for what rank 0 publishes, and for the other ranks' arrivals.
 _DECISIONS: Final = "calls"
 _ARRIVALS: Final = "arrivals"
 _LOCK_TIMEOUT_SECONDS: Final = 30.0
 #: How often rank 0 checks whether the ranks that it waits for wait in torch.
 _CHECK_SECONDS: Final = 2.0
-#: After so long a wait that ends at its limit only, rank 0 logs what it waits for.
+#: Rank 0 logs what it waits for after this long, if only the limit can end the wait.
 _WARNING_SECONDS: Final = 10.0
 _OTHER_PACKAGES: Final = ("torch", "contextlib", "threading", "runpy", "importlib", "multiprocessing")
 
 
 class _Decision(TypedDict):
-    """The decision of rank 0 about one call, as it publishes it."""
+    """Rank 0's decision about one call, as published."""
 
     all: bool
     moment: str
@@ -64,7 +64,7 @@ class CallParticipants:
     """The ranks that make one call.
 
     Attributes:
-        has_all: every rank makes it, so that it may use collectives.
+        has_all: every rank makes it, so it may use collectives.
         is_main: this is rank 0.
         is_first: rank 0 is alone for the first time at this call stack.
     """
@@ -80,7 +80,7 @@ class CallParticipants:
     # -- rank 0 alone --------------------------------------------------------------------------------------
 
     def begin(self, address: str) -> None:
-        """Publish, for other ranks making this call, the address and the decision to write without them."""
+        """Publish the address, and that rank 0 writes alone, for other ranks that make this call."""
         self._address = address
         self._publish_decision()
 
@@ -89,7 +89,7 @@ class CallParticipants:
         self._publish("decision", content)
 
     def finish(self, identity: str = "", error: BaseException | None = None) -> None:
-        """Publish how it ended: ``identity`` is what was committed."""
+        """Publish how the call ended; ``identity`` names what was committed."""
         if not self._address:
             self.begin("")
         text = "" if error is None else f"{type(error).__name__}: {error}"
@@ -127,7 +127,7 @@ class CallParticipants:
         return self._address
 
     def wait_for_outcome(self) -> str:
-        """Wait for rank 0, and return the identity of what it has committed.
+        """Wait for rank 0 and return the identity of what it committed.
 
         Raises:
             CollectiveError: it failed; the text says why.
@@ -144,7 +144,7 @@ class CallParticipants:
 
 @final
 class CallRendezvous:
-    """One rank's count of its world's calls, with which the ranks find each other in the next call."""
+    """One rank's count of calls; the ranks use it to find each other in the next call."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -158,13 +158,13 @@ class CallRendezvous:
     ) -> CallParticipants:
         """Find out which ranks make this call now.
 
-        Rank 0 waits for the others where they came the last time, up to ``grace_seconds`` at a new call stack, and
-        not at all where it was alone the last time, or where another rank can't come any more (it has ended, or waits
-        in a collective). The others wait for rank 0.
+        Rank 0 waits for the others if they came the last time, and up to ``grace_seconds`` at a new call stack. It
+        doesn't wait if it was alone the last time, or if another rank can no longer come (it has ended, or waits in a
+        collective). The others wait for rank 0.
 
         Args:
-            target: what is written to, if known; ranks that name the same one find each other from different lines.
-            moment: what differs between two calls from the same line that the same ranks make.
+            target: what the call writes to, if known; ranks with the same target find each other from different lines.
+            moment: tells apart two calls that the same ranks make from the same line.
 
         Raises:
             CollectiveError: rank 0 has ended, or is in another operation that needs all ranks.
@@ -232,7 +232,7 @@ class CallRendezvous:
                         return True
 
     def _have_all_arrived(self, names: tuple[str, ...]) -> bool:
-        """Return whether every other rank is at this call; they can't withdraw from it then."""
+        """Return whether every other rank is at this call; if so, none of them can withdraw."""
         coordinator = self._coordinator
 
         def claim() -> bool:
@@ -375,7 +375,7 @@ def _digest(*parts: str) -> str:
 
 
 def _stack() -> Iterator[str]:
-    """Yield the lines of the program that lead here, the innermost first, named alike on every host."""
+    """Yield the program's stack frames, innermost first, in a form that is the same on every host."""
     frame: FrameType | None = sys._getframe(1)
     own, found = __name__.partition(".")[0], False
     while frame is not None:

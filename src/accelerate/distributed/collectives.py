@@ -1,12 +1,11 @@
-"""Collectives: gather, broadcast, reduce and pad tensors that lie in nested containers.
+"""Collectives: gather, broadcast, reduce and pad tensors in nested containers.
 
-In a world of one every function returns what it would return there, without torch.distributed. Results carry no
-gradient.
+With a single process, every function works without torch.distributed. Results carry no gradient.
 
-On the host every operation begins with one message of a length that all ranks know, with a checksum of what this rank
-is about to do; short tensors are in the same message. Where a device's own backend carries the tensors, reading such a
-message would wait for the device: there the ranks compare the checksums through the store. Where they disagree, all of
-them raise, with what each gave.
+Before each operation the ranks compare a checksum of what they are about to do. If they disagree, all of them raise,
+and the error shows what each rank gave. On the host, the checksum is in a first message whose length all ranks know;
+short tensors are in the same message. With an accelerator's backend, reading such a message would wait for the device,
+so the ranks compare the checksums through the store.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
     "TP",
 )
 
-# The dtypes that every backend can carry; others are sent as bytes, or are added up in a wider one.
+# The dtypes that every backend supports; others are sent as bytes, or summed in a wider dtype.
 _CARRIED_DTYPES: Final = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _ON_HOST: Final = ("gloo", "mpi")
-_SHORT_BYTES: Final = 64 << 10  # up to here, sending tensors of all ranks to all costs less than one more message
+_SHORT_BYTES: Final = 64 << 10  # up to here, an all-gather costs less than one more message
 _OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # always sent pickled
 
 
@@ -90,7 +89,7 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
 
 
 def require_group(name: str) -> None:
-    """Raise CollectiveError if the program has destroyed the process group, which the call `name` needs."""
+    """Raise CollectiveError if the program has destroyed the process group that `name` needs."""
     if not dist.is_initialized():
         raise CollectiveError(
             f"`{name}` needs the process group, which this program has destroyed (destroy_process_group). Call it "
@@ -99,7 +98,7 @@ def require_group(name: str) -> None:
 
 
 def world_or_joined(world: World | None) -> World:
-    """Return the given world, else the one this process is in; join one when it is in none."""
+    """Return `world`, or the world that this process is in, joining it first if needed."""
     return world or current_world() or join_world()
 
 
@@ -156,13 +155,13 @@ def _exchange_first_message(
     limit_bytes: int | None = None,
     same_shapes: bool = False,
 ) -> Buffers | None:
-    """Check that all ranks are in `operation` with such tensors; return those of all ranks, if the message held them.
+    """Check that all ranks are in `operation` with such tensors; return all ranks' tensors, if the message held them.
 
-    It does where it has room for them, and they are no longer than `limit_bytes`; never on a device.
+    The message holds them if it has room, and if they are no longer than `limit_bytes`; never on a device.
 
     Args:
         how: arguments of the operation that have to be the same on all ranks.
-        same_shapes: the ranks are known to agree, so on a device they needn't wait for each other to find that out.
+        same_shapes: the ranks' tensors are known to match, so on a device the check is skipped (except in debug mode).
 
     Raises:
         CollectiveError: on every rank, when the ranks disagree.
@@ -190,7 +189,7 @@ def _exchange_first_message(
 
 
 def _disagreement(operation: str, data: object, world: World, how: str) -> CollectiveError:
-    """Return the error for disagreeing ranks, after exchanging each one's operation."""
+    """Gather each rank's operation and return the error for ranks that disagree."""
     calls: list[Any] = [None] * world.size
     mine = json.dumps([operation, None if data is None else _describe(data), how])
     dist.all_gather_object(calls, (mine, call_site()), group=world.group)
@@ -223,15 +222,14 @@ def gather(tensor: Data, *, world: World | None = None) -> Data: ...
 def gather(tensor: Any, *, world: World | None = None, to: int | None) -> Any: ...
 @verify_operation
 def gather(tensor: Any, *, world: World | None = None, to: int | None = None) -> Any:
-    """Concatenate every tensor in `tensor` with those of all ranks along dimension 0; a scalar counts as a vector of
-    one.
+    """Concatenate every tensor in `tensor` over all ranks along dimension 0; a scalar counts as a vector of length 1.
 
     Args:
         to: only this rank gets the result, the others get None (default: every rank).
 
     Raises:
         TypeError: there is something other than tensors in the containers.
-        CollectiveError: the ranks' shapes differ, or a rank isn't there.
+        CollectiveError: the ranks' shapes differ, or a rank is missing.
     """
     here = world_or_joined(world)
     if here.size == 1:
@@ -260,7 +258,7 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
 
 
 def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
-    """Return the tensors of `data`, in order; refuse anything else in it in the name of `operation`."""
+    """Return the tensors of `data`, in order; raise TypeError (naming `operation`) if it holds anything else."""
     leaves: list[torch.Tensor] = []
 
     def keep(leaf: torch.Tensor) -> None:
@@ -272,7 +270,7 @@ def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
 
 
 def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> list[Any] | None:
-    """Gather all leaves in one message per rank; return None where one message each is better."""
+    """Gather all leaves in one message per rank; return None if one message per leaf is better."""
     message = joined_message_for(leaves, world.size) if all(map(_is_plain, leaves)) else None
     if message is None or not (world.backend in _ON_HOST or f"{leaves[0].device.type}:" in str(world.backend)):
         return None
@@ -312,12 +310,12 @@ def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Ten
 
 
 def _global_rank(rank: int, world: World) -> int:
-    """Return the rank among all processes of ``rank`` in ``world``."""
+    """Return the global rank of ``rank`` in ``world``."""
     return rank if world.group is None else dist.get_global_rank(world.group, rank)
 
 
 def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
-    if world.backend in _ON_HOST:  # straight to the group: what torch's function does around it counts on the host
+    if world.backend in _ON_HOST:  # call the group directly: torch's function adds overhead on the host
         start = getattr(world.group or dist.group.WORLD, "all_gather_single", None)
         if start is not None:
             return start(joined, part)
@@ -325,19 +323,19 @@ def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
 
 
 def _for_backend(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the tensor's content as the backend can carry it: contiguous, on its device, of a dtype it knows."""
+    """Return the tensor in a form that the backend supports: contiguous, on its device, of a supported dtype."""
     tensor = _where_carried(tensor.detach(), world).resolve_conj().resolve_neg().contiguous()
     return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.view(torch.uint8)
 
 
 def _where_carried(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Return `tensor` on a device that the backend knows."""
+    """Return `tensor` on a device that the backend supports."""
     is_known = world.backend in _ON_HOST or f"{tensor.device.type}:" in str(world.backend)
     return tensor if is_known else tensor.to(world.device)
 
 
 def _from_backend(carried: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `carried` with the dtype and on the device of the tensor that was given."""
+    """Return `carried` with the dtype and on the device of `like`."""
     if carried.dtype != like.dtype:
         carried = carried.view(like.dtype)
     return carried.to(like.device)
@@ -348,7 +346,7 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
     """Gather the objects of all ranks, flattened by one level: lists become one list. A world of one returns `object`.
 
     Raises:
-        TypeError: `object` can't be iterated over.
+        TypeError: `object` isn't iterable.
     """
     here = world_or_joined(world)
     if here.size == 1:
@@ -366,7 +364,7 @@ def send_object(object: object, to: int, *, world: World) -> None:
 
 
 def exchange_objects(own: object, num_present: int, *, world: World) -> list[Any]:
-    """Return the objects of the first `num_present` ranks, in order; the other ranks don't make the call."""
+    """Return the objects of the first `num_present` ranks in order; only these ranks make the call."""
     parts: list[Any] = [None] * num_present
     parts[world.rank] = own
     for sender, receiver in permutations(range(num_present), 2):
@@ -393,7 +391,7 @@ def broadcast(tensor: Data, from_process: int = 0, *, world: World | None = None
     """Overwrite every tensor in `tensor`, in place, with that of rank `from_process`, as torch's broadcast does.
 
     Args:
-        same_shapes: the ranks' tensors are known to agree: on a device, that isn't compared first.
+        same_shapes: the ranks' tensors are known to match, so on a device the check is skipped.
     """
     here = world_or_joined(world)
     _check_source(from_process, here)
@@ -438,7 +436,7 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> tor
 
 @verify_operation
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
-    """Overwrite `object_list`, in place, with the objects of rank `from_process`; return it too."""
+    """Overwrite `object_list`, in place, with the objects of rank `from_process`, and return it."""
     here = world_or_joined(world)
     _check_source(from_process, here)
     if here.size > 1:
@@ -487,23 +485,20 @@ def reduce(
 ) -> Data:
     """Return the elementwise sum, mean or max over ranks of every tensor in `tensor`, times `scale`, as new tensors.
 
-    The results are tensors of their own, also in a world of one. Truth values add up to int64. With `"none"` nothing
-    is reduced.
+    The results are new tensors, also with a single process. The sum of booleans is int64. `"none"` only copies.
 
     Args:
-        same_shapes: the ranks' tensors are known to agree: on a device, that isn't compared first.
+        same_shapes: the ranks' tensors are known to match, so on a device the check is skipped.
 
     Raises:
         TypeError: there is something other than tensors in the containers.
-        SettingError: `reduction` is none of sum, mean, max, none.
-        CollectiveError: the mean of integers was asked for, or the ranks disagree.
+        SettingError: `reduction` isn't one of sum, mean, max, none.
+        CollectiveError: the mean of integers or the max of complex numbers, or the ranks disagree.
     """
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
     here = world_or_joined(world)
-    leaves = _leaves_of(
-        tensor, "reduce"
-    )  # what can't be reduced is refused before the first rank has waited for the others
+    leaves = _leaves_of(tensor, "reduce")  # raises for other types before any rank waits
     if reduction == "none" or (here.size == 1 and scale == 1.0):
         return recursively_apply(torch.Tensor.clone, tensor)
     if here.size == 1:
@@ -536,7 +531,7 @@ def _is_exact(tensor: torch.Tensor) -> bool:
 
 
 def _widened(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in a dtype in which values of the dtype of `like` can be added up."""
+    """Return `tensor` in a dtype wide enough to sum values of `like`'s dtype."""
     if like.dtype in _CARRIED_DTYPES or like.is_complex():
         return tensor
     return tensor.to(torch.int64 if _is_exact(like) else torch.float32)
@@ -563,7 +558,7 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World
 
 
 def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
-    """Return the result of `reduce` for `tensor`, of which `result` is the sum or the maximum over ranks."""
+    """Return the result of `reduce` for `tensor`, given its sum or maximum over ranks as `result`."""
     if reduction == "mean":
         result = result / world.size
     if scale != 1.0:
@@ -585,10 +580,10 @@ def pad_across_processes(
     world: World | None = None,
     num_present: int | None = None,
 ) -> Data:
-    """Pad every tensor in `tensor` along `dim` with `pad_index` to the longest of any rank.
+    """Pad every tensor in `tensor` along `dim` with `pad_index` to the longest size of any rank.
 
-    A tensor without that dimension comes back as it is, and so does a nested one (with a warning). With `num_present`
-    only the first ranks make the call.
+    A tensor without that dimension is returned unchanged, and so is a nested one (with a warning). With `num_present`,
+    only the first `num_present` ranks make the call.
 
     Raises:
         TypeError: there is something other than tensors in the containers.

@@ -1,7 +1,7 @@
 """The rank, world size and address of this process, read from the environment by an ordered tuple of detectors.
 
-The environment is handed in, so every launcher can be tested from a recorded one. A launcher that sets torch's own
-variables (RANK, WORLD_SIZE, ...) comes first, because it may itself have been started by one of the others.
+The environment is an argument, so tests can pass a recorded one for every launcher. torch's own variables (RANK,
+WORLD_SIZE, ...) come first, because their launcher may itself have been started by one of the others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 # Slurm numbers its special steps (batch script, interactive shell, extern) from the top of 32 bits.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
-# Ports below the range from which Linux gives out ephemeral ones.
+# Ports below Linux's range of ephemeral ports.
 _JOB_PORTS: Final = range(12000, 32000)
 
 
 @final
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """The identity of a process among those started together: rank, size, local rank and size, address of rank 0."""
+    """A process's rank, world size, local rank and local size, and the address of rank 0."""
 
     rank: int
     size: int
@@ -91,7 +91,7 @@ def _local_rank_and_size(environ: Environment, rank: int, size: int) -> tuple[in
 
 
 def _lsf(environ: Environment) -> ProcessIdentity | None:
-    """Read the variables of IBM LSF with jsrun; before Open MPI, whose variables it sets too."""
+    """Read the variables of IBM LSF's jsrun; it sets Open MPI's variables too, so it comes before Open MPI."""
     if not (_given(environ, "LSB_JOBID") and _given(environ, "JSM_NAMESPACE_RANK")):
         return None
     hosts = environ.get("LSB_HOSTS", "").split()
@@ -119,13 +119,14 @@ def _open_mpi(environ: Environment) -> ProcessIdentity | None:
 
 
 def _mvapich(environ: Environment) -> ProcessIdentity | None:
-    """Read the variables of MVAPICH; before MPICH, whose process manager it may use."""
+    """Read the variables of MVAPICH; it may use MPICH's process manager, so it comes before MPICH."""
     return _mpi(environ, "MVAPICH", "MV2_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
 def _mpich(environ: Environment) -> ProcessIdentity | None:
-    """Read the variables of MPICH and Intel MPI (hydra), unless Slurm, which can speak the protocol, has the local
-    rank.
+    """Read the variables of MPICH and Intel MPI (hydra).
+
+    Return None if only Slurm, which supports the same protocol, gives the local rank.
     """
     if _given(environ, "PMI_RANK") and not _given(environ, "MPI_LOCALRANKID") and _given(environ, "SLURM_LOCALID"):
         return None
@@ -152,7 +153,7 @@ def _mpi(
 
 
 def _slurm(environ: Environment) -> ProcessIdentity | None:
-    """Read the variables of a task of srun; the shell of an allocation and the batch script itself are no tasks."""
+    """Read the variables of an srun task; return None in an allocation's shell and in the batch script."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not (_given(environ, "SLURM_PROCID") and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
         return None
@@ -223,7 +224,7 @@ def expand_task_counts(text: str) -> list[int]:
 
 
 def _given(environ: Environment, name: str) -> bool:
-    return environ.get(name, "").strip() not in ("", "-1")  # -1 is how old launchers say "not set"
+    return environ.get(name, "").strip() not in ("", "-1")  # old launchers write -1 for "not set"
 
 
 def _number(environ: Environment, name: str, default: int | None = None) -> int:
@@ -272,7 +273,7 @@ def _checked_identity(
     job: str | None = None,
     step: int = 0,
 ) -> ProcessIdentity:
-    """Make the identity of (variable, value) pairs, after checking that they fit together."""
+    """Make the identity from (variable, value) pairs; raise WorldError if they contradict each other."""
     for (rank_name, number), (count_name, count) in ((rank, size), (local_rank, local_size)):
         if number >= count:
             raise WorldError(
@@ -323,7 +324,7 @@ def _port(environ: Environment, job: str | None, step: int) -> int:
 
 
 def _check_against_plain_variables(identity: ProcessIdentity, environ: Environment) -> None:
-    """Raise unless a lone RANK or WORLD_SIZE beside another launcher's identity agrees with it."""
+    """Raise WorldError if RANK or WORLD_SIZE is set and contradicts another launcher's identity."""
     for name, value in (("RANK", identity.rank), ("WORLD_SIZE", identity.size)):
         if (
             identity.name not in ("torchrun", "environment")
@@ -337,7 +338,7 @@ def _check_against_plain_variables(identity: ProcessIdentity, environ: Environme
 
 
 def _refuse_partial_identity(environ: Environment) -> None:
-    """Raise where only a part of an identity is described."""
+    """Raise WorldError if the environment sets only a part of an identity."""
     rank, size = _given(environ, "RANK"), _given(environ, "WORLD_SIZE")
     if size and not rank and _number(environ, "WORLD_SIZE") > 1:
         raise WorldError(
@@ -360,7 +361,7 @@ def _refuse_partial_identity(environ: Environment) -> None:
 
 @dataclass
 class CPUInformation:
-    """The rank and size of this process among those started together, under its documented name."""
+    """This process's rank and world size, global and local, under the documented name."""
 
     rank: int = 0
     world_size: int = 1
@@ -369,7 +370,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's rank and size by its environment; rank 0 of 1 when it was started alone."""
+    """Return this process's rank and size from its environment; rank 0 of 1 if it was started alone."""
     from ..settings.env import snapshot
 
     identity = detect(snapshot())
@@ -379,11 +380,11 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def in_batch_script(environment: Mapping[str, str]) -> bool:
-    """Return whether this is the script or the shell of an allocation, from which srun starts tasks on its nodes."""
+    """Return whether this process is the batch script or the shell of a Slurm allocation."""
     return "SLURM_JOB_ID" in environment and not is_task(environment)
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Return whether this process was started by an srun, as one of its tasks."""
+    """Return whether srun started this process as one of its tasks."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP

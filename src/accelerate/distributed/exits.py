@@ -1,10 +1,10 @@
 """Connections that tell a rank when another rank's process has ended, however it ended.
 
-The process that is watched only listens: its kernel takes the connection, and closes it when the process ends. No
-thread of it has to run for that, so a program that computes for long, or holds the interpreter's lock, isn't taken for
-one that has ended. A host that is gone doesn't answer the probes of the connection.
+The watched process only listens: its kernel accepts the connection, and closes it when the process ends. No thread has
+to run for that, so a process that computes for long or holds the GIL still counts as running. Keepalive probes detect a
+lost host.
 
-The process that serves the ranks' store needs none of its own: all others are connected to it.
+The process that serves the ranks' store needs no other connection, because all others are connected to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..settings.env import read
 
 #: How long to connect to a process that listens.
 _CONNECT_SECONDS: Final = 5.0
-#: Seconds of silence before the first probe, and between probes; after so many without an answer the host is gone.
+#: TCP keepalive: seconds of silence before the first probe, between probes, and how many may stay unanswered.
 _PROBES: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 #: In the kernel's tables of connections.
 _ESTABLISHED: Final = "01"
@@ -38,7 +38,7 @@ class ExitWatch:
         self._num_watches: Counter[int] = Counter()
 
     def listen(self) -> tuple[str, int] | None:
-        """Return the address at which others can watch this process; None if it has none."""
+        """Listen, and return the address at which others can watch this process; None if there is none."""
         if self._listening is None:
             with contextlib.suppress(OSError):
                 family, host = _own_address()
@@ -63,7 +63,7 @@ class ExitWatch:
         return rank in self._watched
 
     def unwatch(self, ranks: Iterable[int]) -> None:
-        """Take back one :meth:`watch` of each of ``ranks``; the last one ends its connection."""
+        """Undo one :meth:`watch` of each of ``ranks``; undoing the last one closes the connection."""
         for rank in ranks:
             self._num_watches[rank] -= 1
             if self._num_watches[rank] == 0 and rank in self._watched:
@@ -136,12 +136,12 @@ def _is_closed(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except (BlockingIOError, InterruptedError):
         return False
-    except OSError:  # it was reset, or probes of a silent host had no answer
+    except OSError:  # it was reset, or the host didn't answer the probes
         return True
 
 
 def _own_address() -> tuple[socket.AddressFamily, str]:
-    """Return the address of this host on its way to the host of rank 0; nothing is sent to find it."""
+    """Return the address of this host on the route to rank 0's host, without sending a packet."""
     target = read("MASTER_ADDR") or socket.gethostname()
     family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,7 +1,7 @@
-"""The hook for an exception that ends a rank: add the ranks' current collectives to its traceback.
+"""The exception hook of a failing rank: add the ranks' current collectives to its traceback.
 
-The first rank that fails collects the flight records of all, while the others stay to answer. A launcher that has seen
-a rank die stops the others soon: then what has arrived is reported.
+The first rank that fails collects all ranks' flight records, while the others stay to answer. A launcher soon stops the
+other ranks after one has died. The rank then reports the records that have arrived.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ..errors import CollectiveError
 from .failures import OWN_COLLECTIVE, is_about_another_rank
 from .flight_record import last_collective, own_collectives
 
-#: Collects, until the given function says that it is urgent, and returns the report; nothing where there is none.
+#: Collects flight records until the given function returns true (urgent), and returns the report; empty if there is
+#: none.
 Collect = Callable[[Callable[[], bool]], str]
 
 
 @final
 class FailureHook:
-    """This process's `sys.excepthook`, around the one that was there before.
+    """This process's `sys.excepthook`, which calls the previous one first.
 
     Attributes:
-        collect: of the newest world; None where it has none.
+        collect: the newest world's function to collect records; None without a hang watch.
     """
 
     #: Whether an exception ends this process.
@@ -37,13 +38,13 @@ class FailureHook:
 
     def __init__(self) -> None:
         self._before = sys.excepthook
-        #: What is asked before another hook is installed that writes the launcher's file.
+        #: Checked before another hook that writes the launcher's file is installed.
         self.records_failures: bool = getattr(self._before, "records_failures", False)
         self.collect: Collect | None = None
 
     @classmethod
     def install(cls) -> FailureHook:
-        """Return the hook of this process, installed once."""
+        """Install the hook once per process, and return it."""
         if cls._installed is None:
             cls._installed = cls()
             sys.excepthook = cls._installed
@@ -51,17 +52,17 @@ class FailureHook:
 
     @classmethod
     def forget(cls, collect: Collect) -> None:
-        """Collect nothing more by ``collect``, whose world has ended."""
+        """Stop using ``collect``, because its world has ended."""
         if cls._installed is not None and cls._installed.collect == collect:
             cls._installed.collect = None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show the exception, then what is known of all ranks' collectives."""
+        """Print the exception, then all ranks' current collectives, as far as known."""
         FailureHook.has_failed = True
         text = _own_collective(error)
         if text and sys.version_info >= (3, 11):
             error.add_note(text)
-        # At once: by the time of their tracebacks the launcher finds out which rank failed first.
+        # At once: the launcher uses the time of each traceback to find the rank that failed first.
         self._before(kind, error, trace)
         if text and sys.version_info < (3, 11):
             print(text, file=sys.stderr)
@@ -84,7 +85,7 @@ def _own_collective(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _sigterm_put_off() -> Iterator[Callable[[], bool]]:
-    """Put SIGTERM off to the end of this block, and yield a function that returns whether it came."""
+    """Delay SIGTERM to the end of this block; yield a function that returns whether it came."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped.is_set

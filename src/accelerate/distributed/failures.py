@@ -1,9 +1,8 @@
-"""Why a run failed: the failure of each process, which one came first, and a report of one screen.
+"""Failures of a run: how each process failed, which failure came first, and a short report.
 
-A launcher sees three things of a process: what it wrote to stderr, how it ended, and how much memory it used.
-From these this module makes a :class:`Failure`; :func:`first_cause` orders them; :func:`report` is the
-screen. No torch, no processes: everything here is a function of values, except :class:`MemoryWatch`, which
-reads counters of the kernel.
+A launcher knows three things about a process: its stderr, its exit code, and its peak memory. They make a
+:class:`Failure`; :func:`first_cause` selects the first one; :func:`report` formats them. :class:`MemoryWatch` reads the
+kernel's counters. This module needs neither torch nor processes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..callers import is_in_this_package, is_own
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 from ..wording import by_number, some_ranks
 
-#: Tells ranks the folder of their launcher in which they leave records for it.
+#: Environment variable: the folder in which ranks write records for their launcher.
 RECORDS_VARIABLE = "ACCELERATE_RECORDS_FOLDER"
 _LOGS = "log_dir"
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
@@ -34,7 +33,7 @@ TRACEBACK_START = "Traceback (most recent call last):"
 
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 #: torch marks every line of a traceback with the rank: ``[rank1]: ``
-_PREFIX = re.compile(r"(\[[^\]\s]+\]: ?)(?:Original )?$")  # "Original": what a worker of a DataLoader raised
+_PREFIX = re.compile(r"(\[[^\]\s]+\]: ?)(?:Original )?$")  # "Original": raised by a DataLoader worker
 #: An exception group prints its frames and its members behind bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
 _GROUP_START = re.compile(
     r"^(?P<prefix>(?:\[[^\]\s]+\]: )?) +\+ Exception Group Traceback \(most recent call last\):", re.MULTILINE
@@ -53,13 +52,13 @@ _TIMED_OUT = re.compile(r"timed out|has waited \d+ s for the others", re.IGNOREC
 #: Where torch and this package talk to other ranks; errors of a collective in a backward pass come out of autograd.
 _COMMUNICATION = re.compile(r"[/\\]torch[/\\](?:distributed|autograd)[/\\]")
 _COMMUNICATION_ERROR = re.compile(r"torch\.distributed\.Dist\w*Error\b|(?:accelerate\.errors\.)?CollectiveError\b")
-#: A launcher may notice the end of a rank so much later than another rank does.
+#: A launcher may notice the end of a rank this much later than another rank does.
 _NOTICED_SECONDS = 2.0
 _SHOWN_FRAMES = 3
 _SHOWN_MESSAGE_LINES = 3
-#: Of a line about the ranks that followed; the cause itself is never cut.
+#: Width of lines about ranks that failed later; lines about the first cause are never cut.
 _LINE_WIDTH = 160
-#: The line below the traceback of a rank that has lost another one; its group is the collective.
+#: The line below the traceback of a rank that has lost another one; the pattern's group is the collective.
 OWN_COLLECTIVE = "This rank's last collective (torch's flight record): "
 _OWN_COLLECTIVE = re.compile(re.escape(OWN_COLLECTIVE) + r"(?P<collective>.+)\.$", re.MULTILINE)
 
@@ -95,7 +94,7 @@ class Traceback:
 
     @property
     def shown_frames(self) -> tuple[Frame, ...]:
-        """The frames worth a line on the screen: the user's innermost ones, then where it was raised."""
+        """The frames to show: the user's innermost ones, then the one that raised."""
         own = tuple(frame for frame in self.frames if frame.is_own)
         if not own or own[-1] == self.frames[-1]:
             return (own or self.frames)[-_SHOWN_FRAMES:]
@@ -113,7 +112,7 @@ def parse_traceback(text: str) -> Traceback | None:
     prefix = _PREFIX.search(text[text.rfind("\n", 0, start) + 1 : start])
     for printed in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
         line = printed if prefix is None else printed.removeprefix(prefix[1]).removeprefix(prefix[1].rstrip())
-        if prefix is not None and line is printed:  # what torch's excepthook doesn't mark is no part of it
+        if prefix is not None and line is printed:  # a line without torch's mark isn't part of it
             break
         match = _FRAME.match(line)
         if match and not message:
@@ -130,9 +129,7 @@ def parse_traceback(text: str) -> Traceback | None:
 
 
 def _flattened(text: str) -> str:
-    """Rewrite the last traceback of an exception group as one of a single exception: the group's message, then its
-    members'.
-    """
+    """Rewrite the last exception group's traceback as that of one exception, with the messages of group and members."""
     found = list(_GROUP_START.finditer(text))
     if not found:
         return text
@@ -153,12 +150,12 @@ def _flattened(text: str) -> str:
 @final
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended, when it didn't end well."""
+    """One rank's failure: how and when it ended, and what it printed."""
 
     rank: int
     host: str
     pid: int
-    #: What ``wait`` said: a positive exit code, or minus the number of the signal.
+    #: From ``wait``: a positive exit code, or minus the number of the signal.
     returncode: int
     #: Seconds after the start at which the failure was first seen: its traceback, else its end.
     seconds: float
@@ -173,7 +170,7 @@ class Failure:
     #: It had raised, and was leaving when a signal of the launcher's ended it: its exception is the failure.
     was_leaving: bool = False
     log: Path | None = None
-    #: It has saved because of a notice of preemption, and wants to be started again.
+    #: The rank has saved after a preemption notice, and asks to be restarted.
     is_preempted: bool = False
 
     @property
@@ -183,15 +180,15 @@ class Failure:
 
     @property
     def is_lost_peer(self) -> bool:
-        """Whether this is a consequence that torch or this package raised: of another rank's end, of nothing else.
+        """Whether torch or this package raised this because another rank has ended.
 
-        A script's own connection, such as one to a database, ends with the same words.
+        A script's own connection, such as one to a database, fails with the same words but doesn't count.
         """
         return self.is_consequence and self._is_of_communication
 
     @property
     def is_timeout(self) -> bool:
-        """Whether torch or this package has waited for other ranks in vain."""
+        """Whether torch or this package timed out waiting for other ranks."""
         found = self.traceback is not None and _TIMED_OUT.search(self.traceback.message)
         return bool(found) and self._is_of_communication
 
@@ -216,12 +213,12 @@ class Failure:
 @final
 @dataclass(frozen=True)
 class ScriptEnd:
-    """The end of a rank's script without an exception, as the rank noted it, or as its exit code 0 says.
+    """The end of a rank's script without an exception, known from the rank's record or its exit code 0.
 
     Attributes:
         seconds: after the start.
-        place: the line of the script that was its last; empty where that isn't known.
-        pid: 0 where it isn't known.
+        place: the last line of the script that ran; empty if unknown.
+        pid: 0 if unknown.
     """
 
     rank: int
@@ -231,12 +228,12 @@ class ScriptEnd:
 
 
 def is_lost_connection(message: str) -> bool:
-    """Return whether an error of this message reports that another process went away."""
+    """Return whether this error message reports that another process went away."""
     return _LOST_PEER.search(message) is not None
 
 
 def is_about_another_rank(message: str) -> bool:
-    """Return whether an error of this message reports that another process went away, or didn't come in time."""
+    """Return whether this error message reports that another process went away or didn't come in time."""
     return is_lost_connection(message) or _TIMED_OUT.search(message) is not None
 
 
@@ -249,9 +246,9 @@ def signal_name(number: int) -> str:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that the others follow from: the earliest, except lost connections and ranks we stopped.
+    """Return the failure that caused the others: the earliest, except lost connections and ranks we stopped.
 
-    One that has saved because it was preempted is it only where all others have, or were stopped.
+    A rank that saved because it was preempted is the cause only if all others saved too or were stopped.
     """
     if not failures:
         return None
@@ -268,7 +265,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def left_early(failures: Sequence[Failure], ended: Sequence[ScriptEnd]) -> ScriptEnd | None:
-    """Return the rank that ended well while the first failing rank waited for it; None if there is none."""
+    """Return the rank that ended without error while the first failing rank waited for it; None if there is none."""
     first = first_cause(failures)
     if first is None or not first.is_lost_peer:
         return None
@@ -278,7 +275,7 @@ def left_early(failures: Sequence[Failure], ended: Sequence[ScriptEnd]) -> Scrip
 
 
 def still_running(failures: Sequence[Failure]) -> list[Failure]:
-    """Return the ranks stopped by the launcher, if the first failing rank had waited for others in vain."""
+    """Return the ranks stopped by the launcher, if the first failing rank timed out waiting for others."""
     first = first_cause(failures)
     if first is None or not first.is_timeout:
         return []
@@ -286,7 +283,7 @@ def still_running(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def ended_preempted(failures: Sequence[Failure]) -> str:
-    """Return one sentence about the ranks that saved because of a notice of preemption; empty without any."""
+    """Return one sentence about the ranks that saved after a preemption notice; empty if none did."""
     saved = sorted(failure.rank for failure in failures if failure.is_preempted)
     if not saved:
         return ""
@@ -348,7 +345,7 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
 
 
 def _how_too(failure: Failure, num_ranks: int) -> str:
-    """Return the words about ranks that ended like ``failure``, after another one had failed."""
+    """Describe how ranks ended like ``failure``, after another rank had failed."""
     if failure.traceback is not None:
         return f"then failed: {failure.traceback.exception}"
     how = _how(failure, num_ranks)
@@ -385,7 +382,7 @@ def _never_came(hung: Sequence[Failure], waiting: Failure, num_processes: int) -
 
 
 def _first_to_leave(end: ScriptEnd, waiting: Failure, num_processes: int) -> list[str]:
-    """Return the lines about a rank that ended well while ``waiting`` waited for it."""
+    """Return the lines about a rank that ended without error while ``waiting`` waited for it."""
     pid = f", pid {end.pid}" if end.pid else ""
     at = f" at {end.place}" if end.place else " with code 0"
     return [
@@ -401,7 +398,7 @@ def report(
     """Format at most 16 lines: the first names the rank at fault, the last is a hint.
 
     Args:
-        ended: ranks that came to the end of their script; one for which others waited is the cause.
+        ended: ranks that reached the end of their script; one that others waited for is the cause.
     """
     first = first_cause(failures)
     if first is None:
@@ -451,7 +448,7 @@ def _own_groups() -> dict[str, str]:
 @final
 @dataclass
 class MemoryWatch:
-    """The kernel's counts of out-of-memory kills, read when it is made, to be compared later."""
+    """The kernel's counts of out-of-memory kills at construction, for comparison with later counts."""
 
     root: Path = Path("/sys/fs/cgroup")
     machine: Path = Path("/proc/vmstat")
@@ -490,9 +487,9 @@ class MemoryWatch:
         return None
 
     def evidence(self, pid: int | None = None) -> str:
-        """Return one sentence that says whether the kernel killed for memory since this object was made.
+        """Return one sentence that says whether the kernel killed processes for memory since construction.
 
-        Of the process ``pid`` it is the kernel's own line, where this process may read its log.
+        For a killed process ``pid`` it is the kernel's own line, if this process may read the kernel's log.
         """
         if pid is not None and (line := _kernel_line(pid)):
             return f"Out of memory: {line}"
@@ -537,10 +534,10 @@ def _kernel_line(pid: int) -> str:
 def record_saved(
     folder: str | None, rank: int, exit_code: int = PREEMPTED_EXIT_CODE, attempt: str | None = None
 ) -> None:
-    """Tell the launcher with this records folder, if any, that all ranks end preempted, with this code.
+    """Record for the launcher of this folder, if any, that all ranks end preempted, with this exit code.
 
     Args:
-        attempt: what tells this start from others of the same launcher: the error file that torch's agent gave it.
+        attempt: identifies this start among those of the same launcher: the error file that torch's agent set.
     """
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
@@ -548,16 +545,16 @@ def record_saved(
 
 
 def forget_saved(folder: str | None, rank: int) -> None:
-    """Remove the mark of an earlier attempt of this rank, which the same launcher has started again."""
+    """Remove this rank's mark of an earlier attempt under the same launcher."""
     if folder is not None:
         with contextlib.suppress(OSError):
             saved_mark(Path(folder), rank).unlink()
 
 
 def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
-    """Return the exit code announced by the rank of this mark; None if it has saved nothing.
+    """Return the exit code in a rank's mark; None if there is no mark.
 
-    Nor where ``attempt`` is given, and the mark is that of another one.
+    With ``attempt``, also return None for the mark of another attempt.
     """
     try:
         code, _, saved_by = mark.read_text().partition(" ")
@@ -567,7 +564,7 @@ def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
 
 
 def record_end(folder: str | None, rank: int, place: str) -> None:
-    """Tell the launcher with this records folder, if any, where and when this rank's script ended."""
+    """Record for the launcher of this folder, if any, where and when this rank's script ended."""
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
             text = json.dumps({"time": time.time(), "place": place, "pid": os.getpid()})
@@ -575,14 +572,14 @@ def record_end(folder: str | None, rank: int, place: str) -> None:
 
 
 def forget_end(folder: str | None, rank: int) -> None:
-    """Remove the note of an earlier attempt of this rank, which the same launcher has started again."""
+    """Remove this rank's end record of an earlier attempt under the same launcher."""
     if folder is not None:
         with contextlib.suppress(OSError):
             _end_mark(Path(folder), rank).unlink()
 
 
 def recorded_ends(folder: Path, started: float) -> list[ScriptEnd]:
-    """Return what ranks have noted of the ends of their scripts; ``started`` is when the run began."""
+    """Read the ranks' records of where their scripts ended; ``started`` is when the run began."""
     found: list[ScriptEnd] = []
     for mark in folder.glob("end_*"):
         with contextlib.suppress(OSError, ValueError):
@@ -597,7 +594,7 @@ def _end_mark(folder: Path, rank: int) -> Path:
 
 
 def note_logs(folder: Path, logs: Path) -> None:
-    """Note the folder of a launcher's logs in that of its records, for its ranks."""
+    """Write the path of a launcher's log folder into its records folder, for its ranks."""
     (folder / _LOGS).write_text(str(logs.resolve()), encoding="utf-8")
 
 
@@ -614,7 +611,7 @@ def saved_mark(folder: Path, rank: int) -> Path:
     return folder / f"saved_{rank}"
 
 
-#: Where torch's agent looks for a rank's exception: another file in each of its attempts.
+#: Environment variable: the file in which torch's agent expects a rank's exception; a new one in each attempt.
 AGENTS_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ERROR_FILES = ("ACCELERATE_ERROR_FILE", AGENTS_ERROR_FILE)
 
@@ -622,8 +619,8 @@ _ERROR_FILES = ("ACCELERATE_ERROR_FILE", AGENTS_ERROR_FILE)
 def record_uncaught(read: Callable[[str], str | None]) -> None:
     """Install a hook that writes an uncaught exception to the launcher's error file.
 
-    ``read`` reads environment variables. Nothing changes where no launcher has asked for such a file. The
-    form is the one that torch's elastic agent reads.
+    ``read`` reads environment variables. Without such a file in them, install nothing. The file has the format that
+    torch's elastic agent reads.
     """
     found = [path for name in _ERROR_FILES if (path := read(name))]
     if not found or getattr(sys.excepthook, "records_failures", False):
@@ -639,9 +636,9 @@ def record_uncaught(read: Callable[[str], str | None]) -> None:
 
 
 def write_error_file(path: Path, error: BaseException) -> None:
-    """Write the exception, its traceback and its time to a file, atomically; keep an older one.
+    """Write the exception, its traceback and its time to a file, atomically; keep an existing file.
 
-    The launcher may end this process at any moment, and torch's agent doesn't survive a file that isn't whole.
+    The launcher may end this process at any moment, and torch's agent crashes on an incomplete file.
     """
     now = time.time()
     details = {

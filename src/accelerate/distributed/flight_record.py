@@ -1,7 +1,8 @@
 """Compare torch's flight records of the ranks' last collectives, to find the rank that is behind.
 
-torch numbers the collectives of each process group on each rank. Of ranks that wait for each other, the one with the
-lower number hasn't made a call that the others have made. Where torch keeps no record, nothing here says anything.
+torch numbers the collectives of each process group on each rank. If ranks wait for each other, the one with the lower
+number hasn't made a call that the others have made. Without torch's record there is nothing to compare, and results are
+empty.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..torch_private.distributed import flight_records, ranks_of_group
 from ..wording import by_number, some_ranks
 from .failures import RECORDS_VARIABLE, logs_of_launcher
 
-#: So many of a rank's collectives travel to the rank that compares.
+#: How many of a rank's collectives are sent to the rank that compares.
 _NUM_SENT: Final = 20
-#: Groups of more ranks than this travel only where their ranks are evenly spaced.
+#: The rank lists of larger groups are sent only if the ranks are evenly spaced.
 _LARGEST_LIST: Final = 64
 _MOST_SENTENCES: Final = 4
 _SHOWN_RANKS: Final = 8
@@ -36,7 +37,7 @@ _BYTES: Final = {
     **dict.fromkeys(("Float", "Int"), 4),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
 }
-#: Collectives to which every rank brings a tensor of one shape.
+#: Collectives in which all ranks' tensors have the same shape.
 _EQUAL_SHAPES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
@@ -46,9 +47,9 @@ class Collective:
     """One collective that a rank has entered.
 
     Attributes:
-        group: the name of its process group, with the backend that carries it.
-        number: among the collectives of that group on this rank.
-        sizes: of the tensors that the rank brings.
+        group: the backend and the name of its process group.
+        number: its sequence number among that group's collectives on this rank.
+        sizes: the shapes of this rank's input tensors.
         is_done: it has ended.
     """
 
@@ -66,7 +67,7 @@ class Collective:
 
     @property
     def outline(self) -> str:
-        """The call in words, with what all ranks have to bring alike."""
+        """The operation, with dtype and shape if these must be equal on all ranks."""
         return f"{self.operation}{self._content if self.operation.lstrip('_').startswith(_EQUAL_SHAPES) else ''}"
 
     @property
@@ -94,9 +95,9 @@ def _in_units(num_bytes: int) -> str:
 
 
 def collectives_of(dump: str) -> list[Collective]:
-    """Read what torch has recorded, the oldest first, without messages between two ranks.
+    """Read torch's record, the oldest collective first, without point-to-point operations.
 
-    A call that is part of a coalesced one isn't marked as ended by torch, only the whole is, under the same number.
+    torch marks a coalesced call as ended, but not its parts; they have the same number.
     """
     found: list[Collective] = []
     for entry in json.loads(dump).get("entries", ()):
@@ -116,17 +117,17 @@ def collectives_of(dump: str) -> list[Collective]:
 
 
 def own_collectives() -> list[Collective]:
-    """Return this rank's record; nothing where torch keeps none."""
+    """Return this rank's recorded collectives; empty if torch keeps no record."""
     return [one for dump in flight_records() for one in collectives_of(dump)]
 
 
 @final
 @dataclass(frozen=True)
 class RankRecord:
-    """The part of a rank's record that is sent: each group's last collective, the unfinished ones, and the newest.
+    """The part of a rank's record that is sent: each group's first unfinished and last collective, and the newest ones.
 
     Attributes:
-        members: the ranks of the groups in which this one waits, where they are more than one rank and known.
+        members: the ranks of the groups in which this rank waits, if known; without the default group.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -134,19 +135,19 @@ class RankRecord:
 
     @classmethod
     def own(cls) -> RankRecord:
-        """Return this rank's."""
+        """Return this rank's record."""
         collectives = _selected(own_collectives())
         waits_in = {one.group: one for one in collectives if not one.is_done and one.description != _DEFAULT}
         return cls(collectives, {name: tuple(ranks_of_group(name.partition(":")[2])) for name in waits_in})
 
     def encoded(self) -> list[object]:
-        """Return the form in which it travels."""
+        """Return the record as JSON values, to be sent."""
         members = {name: _packed(ranks) for name, ranks in (self.members or {}).items()}
         return [[list(asdict(one).values()) for one in self.collectives], members]
 
     @classmethod
     def of(cls, value: Sequence[object]) -> RankRecord:
-        """Read what `encoded` returned."""
+        """Decode what `encoded` returned."""
         rows, packed = value
         assert isinstance(rows, list) and isinstance(packed, dict)
         collectives = tuple(
@@ -178,7 +179,7 @@ def _unpacked(packed: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def compare(records: Mapping[int, RankRecord], size: int) -> list[str]:
-    """Return one sentence for each group with waiting ranks: the rank behind and its collective, or the difference."""
+    """Return one sentence for each group with waiting ranks: which rank is behind, or how the calls differ."""
     groups: dict[str, tuple[int, ...]] = {}
     for rank, record in records.items():
         for one in record.collectives:
@@ -222,7 +223,7 @@ def _compared(records: Mapping[int, RankRecord], group: str, members: Sequence[i
 
 
 def last_collective(collectives: Iterable[Collective]) -> Collective | None:
-    """Return the newest that hasn't ended, else the newest."""
+    """Return the newest unfinished collective, else the newest one."""
     newest = list(collectives)[::-1]
     return next((one for one in newest if not one.is_done), newest[0] if newest else None)
 
@@ -233,16 +234,16 @@ _SUMMARY: Final = "summary.json"
 
 
 def shared_folder(project_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder of flight records that all ranks of a host know: the project's, else the launcher's logs'."""
+    """Return the folder for flight records: in the project's folder, else in the launcher's log folder, else None."""
     if project_dir is None:
         project_dir = logs_of_launcher(read(RECORDS_VARIABLE))
     return None if project_dir is None else Path(project_dir) / "flight_record"
 
 
 def write_own(folder: Path, rank: int) -> None:
-    """Write all that torch has recorded on this rank to a file of its own, if it has recorded anything.
+    """Write torch's whole record of this rank to the rank's own file, if there are any entries.
 
-    A torch with CUDA has an empty recorder of NCCL's beside the host's; with collectives in both the file is a list.
+    torch with CUDA has one record for NCCL and one for the host; if both have entries, the file is a list of both.
     """
     dumps = [record for dump in flight_records() if (record := json.loads(dump)).get("entries")]
     if dumps:
@@ -253,7 +254,7 @@ def write_summary(folder: Path | None, text: str, records: Mapping[int, RankReco
     """Write the verdict, the collected records, and the ranks without one to a file; return its path.
 
     Args:
-        folder: a temporary one where there is none.
+        folder: None for a temporary folder.
     """
     ranks = {rank: [asdict(one) for one in record.collectives] for rank, record in sorted(records.items())}
     missing = [rank for rank in range(size) if rank not in records]
@@ -268,7 +269,7 @@ def _write(path: Path, value: object) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
-    # A disk that hangs mustn't keep the report from being printed, nor the process from ending.
+    # A hanging disk must not block the report or the end of the process.
     writing = threading.Thread(target=write, name="accelerate flight record", daemon=True)
     writing.start()
     writing.join(_WRITE_SECONDS)

@@ -1,8 +1,7 @@
 """The mesh of ranks: the axes of parallelism, each rank's coordinates, and the process groups along the axes.
 
-A :class:`Mesh` is arithmetic over degrees and a world. It computes every rank's coordinates, neighbours and shard of
-the data without communication, so that a plan for thousands of ranks is checked in one process; process groups are
-made when they are first used.
+A :class:`Mesh` computes every rank's coordinates, neighbours and data shard from the degrees and the world, without
+communication. So one process can check a plan for thousands of ranks. Process groups are made when they are first used.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SHARD_AXES: Final[tuple[str, ...]] = ("dp_shard", "ep", "cp", "sp")
 @final
 @dataclass(frozen=True)
 class DataParallelRank:
-    """The data-parallel rank and size of a process: ranks that differ only in model-parallel axes share an index."""
+    """The data-parallel rank and size of a process; ranks that differ only in model-parallel axes share them."""
 
     index: int
     count: int
@@ -64,10 +63,10 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, /, builder: Callable[[], DeviceMesh | None] | None = None, **degrees: int) -> Mesh:
-        """Make the mesh of ``world`` along the axes that ``degrees`` name; without degrees, of replicas.
+        """Make the mesh of ``world`` with these ``degrees``; without degrees, all ranks are replicas.
 
         Raises:
-            SettingError: an axis or a degree that can't be, or a product that is not the size of the world.
+            SettingError: an unknown axis, an invalid degree, or a product that differs from the world size.
         """
         unknown = [axis for axis in degrees if axis not in AXES]
         if unknown:
@@ -88,13 +87,11 @@ class Mesh:
     # -- arithmetic ----------------------------------------------------------------------------------------
 
     def size(self, *axes: str) -> int:
-        """Return how many ranks there are along ``axes`` together."""
+        """Return the number of ranks along ``axes`` together."""
         return math.prod(self._degrees_of(axes))
 
     def place(self, *axes: str) -> int:
-        """Return this rank's coordinate along ``axes``: its number among the ranks that differ from it along these
-        only.
-        """
+        """Return this rank's coordinate along ``axes``: its index among the ranks that differ only along these."""
         return self._place_of(self.world.rank, axes)
 
     def _place_of(self, rank: int, axes: Iterable[str]) -> int:
@@ -115,7 +112,7 @@ class Mesh:
         return tuple(base + sum(step) for step in itertools.product(*steps))
 
     def active(self, *axes: str) -> tuple[str, ...]:
-        """Return those of ``axes`` (of all, if none are named) that have several ranks, outermost first."""
+        """Return the axes with more than one rank, outermost first; only those of ``axes``, if any are given."""
         return tuple(axis for axis in AXES if (not axes or axis in axes) and self.size(axis) > 1)
 
     def data_share(self) -> DataParallelRank:
@@ -137,7 +134,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The active axes as torch's mesh; None without a process group. The first access is a collective."""
+        """The active axes as a DeviceMesh; None without a process group. The first access is a collective."""
         if self.world.backend is None:
             return None
         if "root" not in self._built:
@@ -155,8 +152,9 @@ class Mesh:
         return root[tuple(axis for axis in AXES if axis in axes)]
 
     def flat(self, name: str, *axes: str) -> DeviceMesh:
-        """Flatten ``axes`` into one dimension called ``name``; a single active one keeps its name. First call:
-        collective.
+        """Flatten ``axes`` into one mesh dimension ``name``; a single active axis keeps its name.
+
+        The first call is a collective.
         """
         active = self.active(*axes)
         if len(active) == 1:
@@ -167,8 +165,9 @@ class Mesh:
         return self._built[key]
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """Return the process group along ``axes`` together; None where this rank is alone. The first call is a
-        collective.
+        """Return the process group along ``axes`` together; None if this rank is alone there.
+
+        The first call is a collective.
         """
         from torch import distributed
 
@@ -196,7 +195,7 @@ _ONES: Final = dict.fromkeys(AXES, 1)
 
 
 def build(device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh | None:
-    """Make torch's mesh of the axes ``names``; None when there are none. A collective."""
+    """Make torch's DeviceMesh of the axes ``names``; None if there are none. This is a collective."""
     if not names:
         return None
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""Several tensors packed into one message, to be gathered from all ranks, and the length of the next message."""
+"""Tensors packed into one message for an all-gather, and the length of the next message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..torch_private.modules import copy_each
 #: The shape, dtype and device of each tensor of a message, in order.
 Description = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
-_LARGEST_BYTES: Final = 4 << 20  # up to here, copying tensors into one message costs less than a message each
-_SHORTEST_BYTES: Final = 4 << 10  # up to here, the length of a message doesn't change what it costs
+_LARGEST_BYTES: Final = 4 << 20  # up to here, copying tensors into one message costs less than one message per tensor
+_SHORTEST_BYTES: Final = 4 << 10  # up to here, messages of any length cost the same
 _REUSED_BYTES: Final = 2 << 20  # memory that one kind of message reuses
 _NUM_KINDS: Final = 12
 _NUM_LENGTHS: Final = 64
@@ -25,14 +25,14 @@ _ALIGNMENT_BYTES: Final = 8
 
 @final
 class Message:
-    """The layout of tensors of one description in one buffer of bytes, to be gathered from ``size`` ranks.
+    """The layout of tensors with one description in a byte buffer, for an all-gather over ``size`` ranks.
 
-    A message begins with a checksum of the operation and the description, by which ranks that disagree are found.
-    Short messages reuse their buffers from call to call; results are always in new memory.
+    A message begins with a checksum of the operation and the description, to detect ranks that disagree. Short messages
+    reuse their buffers from call to call; results are always in new memory.
 
     Args:
-        length: of the message, in bytes; tensors that don't fit are left out, and only the checksum is sent. By
-            default, as long as the tensors need.
+        length: of the message, in bytes; if the tensors don't fit, only the checksum is sent. By default, as long as
+            the tensors need.
     """
 
     def __init__(self, description: Description, size: int, operation: str = "", length: int = 0) -> None:
@@ -47,10 +47,10 @@ class Message:
         self.is_whole: bool = _is_packable(description) and (length == 0 or position <= length)
         self._num_bytes = length or position
         self._device = description[0][2] if self.is_whole and description else torch.device("cpu")
-        #: How long it would have to be to hold its tensors, where one message is faster.
+        #: The length needed to hold the tensors, if one message is faster.
         self.needed_bytes: int = position if _is_packable(description) else _SHORTEST_BYTES
         self._checksum = checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
-        #: The same for the messages of the same call in each iteration of a loop.
+        #: Equal for the messages of the same call in each iteration of a loop.
         self.kind: int = checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
         self._buffers = self._make_buffers() if (size + 1) * self._num_bytes <= _REUSED_BYTES else None
 
@@ -101,21 +101,21 @@ class Buffers:
         copy_each(self._slots, tensors)
 
     def agree(self) -> bool:
-        """Return whether all ranks sent such a message, after the exchange."""
+        """Return whether all ranks sent the same checksum; call it after the exchange."""
         return self._checksums.tolist() == self._expected
 
     def unpack(self) -> list[torch.Tensor]:
-        """Return each tensor joined with those of all ranks, after the exchange."""
+        """Return each tensor concatenated over all ranks; call it after the exchange."""
         return [take() for take in self._gatherers]
 
 
 def checksum(*values: object) -> int:
-    """Return a number that other values very likely don't have."""
+    """Return a CRC-32 checksum of ``values``."""
     return zlib.crc32(repr(values).encode())
 
 
 def _gatherer(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a function that copies the ranks' tensors, one per row, one after the other into new memory."""
+    """Return a function that concatenates the ranks' tensors, one per row, into new memory."""
     if rows.ndim == 1:
         return partial(rows.clone, memory_format=torch.contiguous_format)
     return partial(torch.cat, list(rows.unbind(0)))
@@ -129,7 +129,7 @@ def _is_packable(description: Description) -> bool:
 
 
 def describe(tensors: Sequence[torch.Tensor], *, plain: bool) -> Description:
-    """Return the shapes, dtypes and devices; unless ``plain``, so that the tensors are not packed."""
+    """Return the shapes, dtypes and devices; unless ``plain``, mark the tensors as not packable."""
     if plain:
         return tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
     return tuple([(torch.Size((*_shape_of(tensor), -1)), tensor.dtype, tensor.device) for tensor in tensors])
@@ -141,12 +141,12 @@ def _shape_of(tensor: Any) -> Sequence[int]:
 
 @lru_cache(maxsize=_NUM_KINDS)
 def message_for(description: Description, size: int, operation: str = "", length: int = 0) -> Message:
-    """Return the layout of such tensors as one message among ``size`` ranks."""
+    """Return the cached layout of tensors with this description as one message among ``size`` ranks."""
     return Message(description, size, operation, length)
 
 
 def joined_message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | None:
-    """Return the layout of these tensors as one message, as long as they need; None where one each is better."""
+    """Return the layout of these tensors as one message that fits them; None if one message per tensor is better."""
     description = describe(tensors, plain=True)
     return message_for(description, size) if len(description) > 1 and _is_packable(description) else None
 
@@ -155,10 +155,10 @@ def joined_message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | 
 class MessageLengths:
     """The length of the first message of the next operation among the ranks of a group: the same on every rank.
 
-    Gloo ends a process that is sent more bytes than it expects, so the length can't depend on what this rank is about
-    to send. It follows from what all ranks have seen: the kind of the last operation, and how much the operation
-    needed that came after one of that kind the last time. In a loop every operation then is a single message, which
-    carries its tensors; where the guess was too short, they follow in a second one.
+    Gloo aborts a process that receives more bytes than it expects, so the length can't depend on this rank's next
+    tensors. It is predicted from what all ranks have seen: the kind of the last operation, and the bytes needed by the
+    operation that followed this kind the last time. So in a loop every operation is a single message that holds its
+    tensors. If the prediction is too short, the tensors follow in a second message.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A store that answers for missing ranks, to compute a single rank of a world."""
+"""A store that answers for missing ranks, to simulate a single rank of a world."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANSWERS: Final = {
 
 @final
 class AnsweringStore(Store):
-    """A store in memory in which every other rank has always just done the same as this one.
+    """An in-memory store that acts as if every other rank had just done the same as this one.
 
-    They are at each barrier already, agree with everything, and take part in each call.
+    The others are at each barrier already, agree in each comparison, and take part in each call.
     """
 
     def __init__(self, size: int) -> None:
@@ -50,10 +50,10 @@ class AnsweringStore(Store):
         return all(key in self._values or _leaf(key) in _ANSWERS for key in keys)
 
     def wait(self, keys: list[str], timeout: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return at once: nobody is waited for."""
+        """Return at once, without waiting."""
 
     def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add to a number and return it; all other ranks have arrived where arrivals are counted."""
+        """Add to a number and return it; a count of arrivals includes all other ranks."""
         with self._lock:
             number = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(number).encode()

@@ -1,6 +1,6 @@
-"""Control over the processes that run a block: barriers, guards, ordered sections, and parts of a list.
+"""Control which processes run a block: barriers, guards, ordered sections, and parts of a list.
 
-The process that goes first releases the others also when it fails.
+The process that runs first releases the others even if it fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MULTI_DEVICE_LABELS: Final = tuple(kind.label for kind in KINDS if kind.label.st
 
 
 def wait_for_everyone(world: World | None = None) -> None:
-    """Wait until every process arrives here, with the work queued on its device done.
+    """Wait until every process arrives here and has finished the work queued on its device.
 
     Raises:
         CollectiveError: a process has ended, or is in another operation, and will never come.
@@ -47,7 +47,7 @@ def wait_for_everyone(world: World | None = None) -> None:
 
 @contextmanager
 def main_process_first(world: World | None = None) -> Generator[None]:
-    """Enter a context that rank 0 runs before the others. If it fails there, the others go on and run it too."""
+    """Enter a context that rank 0 runs before the others. If it fails there, the others still run it."""
     here = world_or_joined(world)
     with _first_rank_first(here, "main_process_first", 0):
         yield
@@ -75,13 +75,13 @@ def _first_rank_first(world: World, operation: str, first_rank: int) -> Generato
     try:
         yield
     finally:
-        # Set whatever happened: an error here is raised here, and the others go on.
+        # Set in any case: an error is raised on this rank, and the others continue.
         coordinator.set_key(done)
 
 
 @contextmanager
 def in_order(world: World | None = None) -> Generator[None]:
-    """Enter a context that the processes run one after the other, in rank order; a failing one lets the next go on."""
+    """Enter a context that the processes run one after another in rank order, even if one fails."""
     here = world_or_joined(world)
     if here.size == 1:
         yield
@@ -114,9 +114,9 @@ def only_when(is_chosen: Callable[[], bool], function: None = None) -> Guard: ..
 @overload
 def only_when(is_chosen: Callable[[], bool], function: Callable[..., object] | None) -> Callable[..., Any]: ...
 def only_when(is_chosen: Callable[[], bool], function: Callable[..., object] | None = None) -> Callable[..., Any]:
-    """Decorate `function` to run where `is_chosen()` holds at the call, and to return None elsewhere.
+    """Decorate `function` to run where `is_chosen()` is true at the call, and to return None elsewhere.
 
-    Without `function`, a decorator that makes such functions.
+    Without `function`, return a decorator.
     """
     if function is None:
         return functools.partial(only_when, is_chosen)
@@ -206,11 +206,11 @@ def print_once(*args: Any, world: World | None = None, **kwargs: Any) -> None:
 def split_between_processes(inputs: object, apply_padding: bool = False, world: World | None = None) -> Generator[Any]:
     """Enter a context whose value is this process's part of `inputs`; the first parts may be one longer.
 
-    Lists, tuples, tensors, `datasets.Dataset` and dicts of these are split; anything else is given to everyone. In
-    a world of one the value is `inputs` itself.
+    Lists, tuples, tensors, `datasets.Dataset` and dicts of these are split; every process gets anything else whole.
+    With a single process, the value is `inputs` itself.
 
     Args:
-        apply_padding: short parts are filled up with their last element, so that all have one length.
+        apply_padding: pad short parts with their last element, so that all have the same length.
 
     Raises:
         PreparationError: a dict whose values differ in length.

@@ -1,7 +1,7 @@
 """Random number streams by name: seed them, make ranks agree on them, capture and restore them.
 
-A stream is one generator that the process draws from without naming it: Python's, NumPy's, torch's on the
-host, and torch's on the devices. States are JSON values and tensors; nothing is pickled.
+A stream is one of the process's default generators: Python's, NumPy's, torch's on the host, and torch's on the devices.
+States are JSON values and tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: the same number on every rank.
         device_specific: add the rank to the seed, so that ranks draw different numbers.
-        deterministic: also let torch refuse operations that have no deterministic form.
+        deterministic: also make torch raise for operations without a deterministic implementation.
 
     Raises:
-        TypeError: the seed is no whole number.
+        TypeError: the seed isn't a whole number.
     """
     try:
         operator.index(seed)
@@ -58,7 +58,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def has_common_seed(world: World) -> bool:
-    """Return whether :func:`set_seed` gave all ranks the same seed the last time, as far as they have published it."""
+    """Return whether all ranks have published the same last seed of :func:`set_seed`."""
     coordinator = world.coordinator
     seeds = {} if coordinator is None else coordinator.published([f"seed/{rank}" for rank in range(world.size)])
     return len(seeds) == world.size and len(set(seeds.values())) == 1
@@ -88,7 +88,7 @@ def _device_kind() -> DeviceKind:
 
 
 def broadcast_value(value: object, world: World | None = None) -> Any:
-    """Return, on every rank, rank 0's ``value``."""
+    """Return rank 0's ``value`` on every rank."""
     if world is None:
         world = current_world()
     if world is None or not world.is_distributed:
@@ -108,7 +108,7 @@ def synchronize_rng_state(
         generator: the generator that ``"generator"`` means.
 
     Raises:
-        AssertionError: the generator or the device that was named is not there.
+        AssertionError: the named generator or device is missing.
         SettingError: there is no stream of that name.
     """
     name = str(rng_type.value if isinstance(rng_type, Enum) else rng_type)
@@ -124,7 +124,7 @@ def synchronize_rng_state(
 
 
 def check_stream_name(rng_type: str | Enum) -> None:
-    """Raise SettingError if no random number stream is called so."""
+    """Raise SettingError if no random number stream has this name."""
     name = str(rng_type.value if isinstance(rng_type, Enum) else rng_type)
     if name != "generator" and name not in HOST_STREAMS:
         _named_kind(name)

@@ -1,7 +1,6 @@
 """Rendezvous: the processes of a run find each other through a store and form one process group.
 
-Every world has its own prefix in the store, agreed on in the rendezvous: addresses that an earlier attempt left behind
-are never read.
+The ranks agree on a prefix in the store for each world, so they never read addresses of an earlier attempt.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _FORMED_LIMIT: Final = timedelta(seconds=10)
 _LOOKUP_SECONDS: Final = 60.0
 _LOOKUP_PAUSE_SECONDS: Final = 1.0
 
-#: For requests, for waits of the program, for questions of the watch for hangs, and for saves in the background.
+#: One each for requests, the program's waits, the hang watch, and background saves.
 _CONNECTIONS_PER_RANK: Final = 4
-#: The first torch whose store takes a socket that listens already.
+#: The first torch whose store accepts a listening socket.
 _TAKES_LISTENER: Final = "2.8"
-#: As many as torch lets wait to be accepted.
+#: The same as torch's own backlog.
 _LISTEN_BACKLOG: Final = 2048
 #: A first connection that takes longer has probably waited for a name server.
 _SLOW_NAME_SECONDS: Final = 1.0
@@ -87,7 +86,7 @@ def form_group(
             f"The process group of {identity.size} processes with backend {backend!r} couldn't be made: {error} "
             f"(this is rank {identity.rank}; they meet at {_address_of(identity, init_method)})."
         ) from error
-    # A rank that is connected and ends at once would end those that are still connecting to it, by gloo's error.
+    # If a rank connected and ended at once, gloo would fail in the ranks that are still connecting to it.
     with contextlib.suppress(RuntimeError):  # one of them failed, or rank 0 did: the next call finds out
         if store.add("num_formed", 1) == identity.size:
             store.set("all_formed", "")
@@ -101,7 +100,7 @@ def store_of_group(generation: int) -> Store:
 
 
 def serves(store: Store, rank: int) -> bool:
-    """Return whether this process, rank ``rank``, serves ``store`` to the others, so that it ends with this process."""
+    """Return whether this process (``rank``) serves ``store`` to the others, so the store ends with it."""
     return rank == 0 and not _is_served_by_agent() and tcp_store(store) is not None
 
 
@@ -162,9 +161,9 @@ def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) ->
 
 
 def _listen_on_ipv4(identity: ProcessIdentity) -> int | None:
-    """Return the descriptor of a socket that listens at an IPv4 address; None leaves the listening to torch.
+    """Return the file descriptor of a socket that listens on IPv4, or None to let torch listen.
 
-    torch listens on IPv6 for both kinds, and then sees a client at ::ffff:127.0.0.1, which no /etc/hosts names. So its
+    torch listens on IPv6 for IPv4 clients too, and sees them as ::ffff:127.0.0.1, which no /etc/hosts names. So its
     server would ask the name server for the host of each connection in turn, and serve nobody meanwhile.
     """
     if os.name != "posix" or identity.port == 0 or not is_torch_version(">=", _TAKES_LISTENER):
@@ -178,14 +177,14 @@ def _listen_on_ipv4(identity: ProcessIdentity) -> int | None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", identity.port))
         listener.listen(_LISTEN_BACKLOG)
-    except OSError:  # in use: by a store of this process, which torch shares, or else torch says so
+    except OSError:  # in use: by a store of this process, which torch shares; else torch raises
         listener.close()
         return None
     return listener.detach()
 
 
 def _warn_of_slow_names(identity: ProcessIdentity) -> None:
-    """Warn if the name server takes long, because every connection to the store waits for it."""
+    """Warn if the name server is slow, because every connection to the store waits for it."""
     seconds, address = time_name_lookup(identity.address)
     if seconds > _SLOW_NAME_SECONDS:
         logger.warning(
@@ -201,7 +200,7 @@ def _warn_of_slow_names(identity: ProcessIdentity) -> None:
 
 
 def time_name_lookup(address: str) -> tuple[float, str]:
-    """Return how long the look-up of the host name of ``address`` takes, and the IPv6 address that is looked up."""
+    """Return the seconds that the look-up of the host name of ``address`` takes, and the IPv6 address looked up."""
     mapped, begin = "", time.monotonic()
     with contextlib.suppress(OSError):  # no IPv6 here, or no answer at all
         found = socket.getaddrinfo(address, 0, socket.AF_INET6, socket.SOCK_STREAM, 0, socket.AI_V4MAPPED)
@@ -211,7 +210,7 @@ def time_name_lookup(address: str) -> tuple[float, str]:
 
 
 def _allow_connections(size: int) -> None:
-    """Let this process keep open the connections of all ranks, up to its hard limit."""
+    """Raise this process's limit of open files to fit the connections of all ranks, up to the hard limit."""
     try:
         import resource  # not on Windows
     except ImportError:
@@ -250,7 +249,7 @@ def _log_connecting(identity: ProcessIdentity, source: str, wait_limit: timedelt
 
 
 def _resolve_address(identity: ProcessIdentity, wait_limit: timedelta, source: str) -> None:
-    """Resolve the address; torch would retry, without a log line, for the whole timeout.
+    """Resolve rank 0's address and log delays; torch would retry for the whole timeout without a log line.
 
     Raises:
         WorldError: it can't be resolved in time.
@@ -306,23 +305,23 @@ def _address_of(identity: ProcessIdentity, init_method: str | None) -> str:
 
 # -- the rendezvous ----------------------------------------------------------------------------------------
 #
-# A store may outlive the processes that wrote into it: an elastic launcher keeps one over its restarts, and no count of
-# restarts is the same on all hosts. So no value that is in the store already is trusted. Each rank 0 opens a world with
-# the next number, which no other has had. Processes enter it until rank 0 closes it: who finds a closed world, of an
-# earlier attempt, waits for the next one. Only a living rank 0 closes a world, and says then what has become of it.
+# A store may outlive the processes that wrote to it: an elastic launcher keeps it across restarts, and hosts may count
+# restarts differently. So the ranks never trust values that are in the store already. Each rank 0 opens a world with
+# the next unused number. Processes enter it until rank 0 closes it. A process that finds a closed world, of an earlier
+# attempt, waits for the next one. Only a live rank 0 closes a world, and then publishes the verdict.
 
-#: How often rank 0 looks whether something is wrong already; ever more rarely.
+#: How often rank 0 checks for errors; the pause grows from the first to the longest.
 _FIRST_PAUSE_SECONDS: Final = 0.25
 _LONGEST_PAUSE_SECONDS: Final = 15.0
-#: After so long a wait the log says which ranks are waited for.
+#: After this long a wait, the log names the missing ranks.
 NOTICE_SECONDS: Final = 15.0
-#: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.
+#: How long rank 0 stays after a failure, so that the others can read the reason from its store.
 _READING_SECONDS: Final = 2.0
-#: So long after its time is up a process still reads what rank 0 says, whose time is up at the same moment.
+#: How long after its own deadline a process still waits for the verdict: rank 0 has the same deadline.
 _LAST_WORDS_SECONDS: Final = 0.5
-#: Of so many earlier worlds a new rank 0 wakes those who wait: the rank 0 of each may have died at any moment.
+#: A new rank 0 wakes the processes that wait in so many earlier worlds: the rank 0 of each may have died at any moment.
 _NUM_OLDER: Final = 8
-_CLOSED: Final = 1 << 40  # added to the count of a world that nobody can enter any more
+_CLOSED: Final = 1 << 40  # added to the member count of a closed world
 _WELL: Final = "all are here"
 
 
@@ -363,7 +362,7 @@ def _process_here() -> str:
 
 
 def _join(store: Store, identity: ProcessIdentity, deadline: float) -> tuple[str, str]:
-    """Enter the world of rank 0; return its name, and what is wrong with it, if anything."""
+    """Enter rank 0's world; return its name and an error text (or "")."""
     start, has_entered = time.monotonic(), False
     thread = RequestThread("accelerate rendezvous")
     number = store.add("num_worlds", 0)
@@ -385,7 +384,7 @@ def _join(store: Store, identity: ProcessIdentity, deadline: float) -> tuple[str
 
 
 def _enter(store: Store, identity: ProcessIdentity, number: int) -> bool:
-    """Enter a world; return False where it is closed already."""
+    """Enter a world; return False if it is closed."""
     place = store.add(f"world_{number}/num_members", 1)
     if place > _CLOSED:
         return False
@@ -396,27 +395,27 @@ def _enter(store: Store, identity: ProcessIdentity, number: int) -> bool:
 def _wait_for(
     store: Store, thread: RequestThread, key: str, identity: ProcessIdentity, deadline: float, *, speaks: bool
 ) -> str | None:
-    """Return the value of `key` once it is set; None when the time is up."""
+    """Return the value of `key` once it is set; None after the deadline."""
     notice = _WaitNotice(deadline)
     limit = timedelta(seconds=max(0.0, deadline - time.monotonic()) + _LAST_WORDS_SECONDS)
 
     def read() -> bytes:
-        store.wait([key], limit)  # ends by itself: a thread in it when the interpreter ends would abort the process
+        store.wait([key], limit)  # has a limit: a thread that still waits at interpreter exit would abort the process
         return store.get(key)
 
     pending = thread.start(read)
     while not pending.is_done(max(0.0, min(NOTICE_SECONDS / 4, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
-            with contextlib.suppress(RuntimeError):  # torch's, about the time that is up
-                if pending.is_done(_LAST_WORDS_SECONDS + _READING_SECONDS):  # unless the store is silent
+            with contextlib.suppress(RuntimeError):  # torch's timeout
+                if pending.is_done(_LAST_WORDS_SECONDS + _READING_SECONDS):  # unless the store doesn't respond
                     return pending.response().decode()
             return None
-        if speaks and _speaks(identity) and notice.is_due():  # rank 0 itself speaks for those who have entered
+        if speaks and _speaks(identity) and notice.is_due():  # rank 0 logs for the ranks that have entered
             notice.log(f"rank {identity.rank}", identity.local_size - 1, "rank 0", where=" of its host")
     return pending.response().decode()
 
 
-#: What a process reads instead of a verdict, where a newer rank 0 has come.
+#: The verdict of a world that a newer rank 0 has replaced.
 _SUPERSEDED: Final = "superseded"
 
 
@@ -430,12 +429,12 @@ class _OwnWorld:
         self._number = store.add("num_worlds", 1)
         self._name = f"world_{self._number}"
         store.set(f"{self._name}/open", _process_here())
-        for older in range(max(1, self._number - _NUM_OLDER), self._number):  # who waits for these comes here
+        for older in range(max(1, self._number - _NUM_OLDER), self._number):  # processes that wait for these come here
             store.compare_set(f"world_{older}/open", "", "a process that has ended")
             store.compare_set(f"world_{older}/verdict", "", _SUPERSEDED)
 
     def form(self) -> tuple[str, str]:
-        """Return the name of the world once all are in it, and what is wrong, if anything; publish it to all."""
+        """Wait for all ranks, publish the verdict, and return the world's name and an error text (or "")."""
         wrong = self._wait_until_full()
         num_members = self._store.add(f"{self._name}/num_members", _CLOSED) - _CLOSED
         if not wrong:
@@ -452,7 +451,7 @@ class _OwnWorld:
         return self._name, wrong
 
     def _wait_until_full(self) -> str:
-        """Wait until as many processes as there are ranks are here, or the time is up; return what is wrong sooner."""
+        """Wait until the world is full or the deadline has passed; return the error found meanwhile, or ""."""
         if self._identity.size == 1:
             return ""
         pause, notice = _FIRST_PAUSE_SECONDS, _WaitNotice(self._deadline)
@@ -516,7 +515,7 @@ _RANK_HINT: Final = "Each needs its own RANK; check the machine ranks given to t
 
 @final
 class _WaitNotice:
-    """The log lines about a wait: the first after a while, the next ones ever more rarely."""
+    """The log lines about a wait, at growing intervals."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline, self._start = deadline, time.monotonic()
@@ -530,7 +529,7 @@ class _WaitNotice:
         return True
 
     def log(self, speaker: str, num_others: int, whom: str, where: str = "") -> None:
-        """Log whom the speaker and the others wait for."""
+        """Log which ranks the speaker and the others wait for."""
         others = f" and {num_others} {by_number(num_others, 'other', 'others')}{where}" if num_others > 0 else ""
         left = max(0.0, self._deadline - time.monotonic())
         verb = "wait" if others else "waits"

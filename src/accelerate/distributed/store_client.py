@@ -1,12 +1,12 @@
-"""The store-based coordinator of a world: barriers, published values, and verdicts about operations that can't end.
+"""The store-based coordinator of a world: barriers, published values, and verdicts on operations that can't complete.
 
-Ranks publish their state in the key-value store of the process group, never through a collective, so that it gets
-through when the ranks disagree about which collective comes next. Every operation that needs all ranks has a number;
-ranks that are in different operations of one number would wait for ever, and get an error instead.
+Ranks publish their state in the process group's key-value store, never through a collective, so it arrives even if the
+ranks disagree about the next collective. Every operation that needs all ranks has a number. Ranks in different
+operations with the same number would wait forever; they get an error instead.
 
-A rank makes a constant number of requests for an operation, however many ranks there are: it says that it is there, and
-waits for one key. While it waits, one rank at a time examines the states of all, and publishes under that key why the
-operation can't end.
+A rank makes a constant number of requests per operation, for any world size: it reports its arrival and waits for one
+key. Meanwhile one rank at a time examines the states of all, and publishes under that key why the operation can't
+complete.
 """
 
 from __future__ import annotations
@@ -48,27 +48,28 @@ Response = TypeVar("Response")
 #: How long an operation may take before the states of the other ranks are examined.
 CHECK_SECONDS: Final = 2.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
-#: Where no group has only some ranks, operations end when all others have waited in torch's collectives for so long.
+#: If the only group has all ranks, an operation fails after all missing ranks have waited this long in torch's
+#: collectives.
 _TORCH_CHECK_SECONDS: Final = 5.0
 #: How long the process that serves the store may take to respond before it counts as unreachable.
 _STORE_TIMEOUT_SECONDS: Final = 10.0
-#: So many ranks may call at once within that time; of more, each takes its share longer.
+#: Up to this many ranks may make requests at once within that time; with more, it grows in proportion.
 _NUM_RANKS_OF_STORE_TIMEOUT: Final = 1024
 _LEAVE_SECONDS: Final = 2.0
-#: How long a rank that serves the store to all others stays for them when its own program has ended. torch's
-#: server looks up the name of each host that connects, and serves nobody for the 5 s in which no name server answers.
+#: How long the rank that serves the store stays for the others after its own program has ended. torch's server looks up
+#: the name of each connecting host, and serves nobody for 5 s if no name server answers.
 _READERS_SECONDS: Final = 30.0
 #: How often it looks whether any of them still runs.
 _READERS_CHECK_SECONDS: Final = 0.5
 #: Up to this many ranks, each publishes every operation that it begins; beyond, only those in which it has to wait.
 _NUM_PUBLISHING: Final = 128
-#: Requests a second of all ranks together, while they wait for one that doesn't come.
+#: Requests per second of all ranks together while they wait for a missing one.
 _RANKS_PER_SECOND: Final = 1024
-#: So many notifications are kept for ranks that are about to wait for them.
+#: How many notifications are kept for ranks that are about to wait for them.
 _KEPT_NOTIFICATIONS: Final = 16
-#: The value of a key that is waited for, unless it is a verdict.
+#: The value that ends the wait for a key; a verdict raises instead.
 _OPEN: Final = "1"
-#: The value of a key for an agreement that there was none.
+#: The value of an agreement's key if the ranks differ.
 _DIFFERENT: Final = "different"
 _COUNT_BITS: Final = 20
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
@@ -81,7 +82,7 @@ _NEEDS_ALL: Final = (
 
 
 class Work(Protocol):
-    """A collective of torch's that was started asynchronously."""
+    """A torch collective that was started asynchronously."""
 
     def wait(self, timeout: timedelta = ..., /) -> object:
         """Wait until it is done, for up to `timeout`."""
@@ -143,7 +144,7 @@ class Coordinator:
         """Wait until every rank makes this call: a barrier.
 
         Args:
-            checks_torch: also find out whether all missing ranks wait in collectives of torch's; they are ended then.
+            checks_torch: also check whether all missing ranks wait in torch's collectives; if so, end them.
 
         Raises:
             CollectiveError: a rank never will, or doesn't within the timeout.
@@ -160,9 +161,9 @@ class Coordinator:
         self._raise_verdict(self._wait_for_value(f"{name}/open", after=arrive, checks_torch=checks_torch, of_all=True))
 
     def stop_others(self, operation: str, reason: str) -> None:
-        """Take no part in ``operation``, the next one of all other ranks: it raises there, for ``reason``.
+        """Make ``operation``, the other ranks' next one, raise on them for ``reason`` instead of taking part.
 
-        So does their part of the operation that is running, where it waits for this rank.
+        If a running operation waits for this rank, it raises too.
         """
         running, text = f"{self.number}/{operation}/work", Verdict("stopped", self.rank, text=reason).encoded()
         name = f"{self.begin(operation)}/{operation}"
@@ -176,11 +177,11 @@ class Coordinator:
             self.wait_for_everyone(operation, checks_torch=True)
 
     def publish(self, key: str, text: str) -> None:
-        """Publish ``text`` under ``key`` to all ranks, which can read it once this has returned."""
+        """Publish ``text`` under ``key``; all ranks can read it once this returns."""
         self.request(lambda: self.store.set(key, text) or self.store.check([key]))  # a store doesn't respond to `set`
 
     def published(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return what ranks have published under ``keys``, as far as they have."""
+        """Return the published values of ``keys``, without keys that aren't set."""
         return read_present(self.store, keys, self.request)
 
     def set_key(self, key: str) -> None:
@@ -231,10 +232,10 @@ class Coordinator:
                     raise CollectiveError(self._too_late()) from error
 
     def agree(self, checksum: int, ranks: Sequence[int]) -> bool:
-        """Return whether all of `ranks`, each of which makes this call, gave the same `checksum`.
+        """Return whether all of `ranks` gave the same `checksum`; each of them has to make this call.
 
         Raises:
-            CollectiveError: one of them never will make it, or doesn't within the timeout.
+            CollectiveError: one of them never does, or not within the timeout.
         """
         scope = "" if len(ranks) == self.size else f"{ranks[0]}-{len(ranks)}-{zlib.crc32(repr(list(ranks)).encode())}"
         number = self._num_agreements[scope] = self._num_agreements.get(scope, 0) + 1
@@ -246,7 +247,7 @@ class Coordinator:
             except RuntimeError as error:
                 if "not implemented" not in str(error).lower():
                     raise
-                return _OPEN  # a store of the program's own, or of a world that is only pretended: nothing to compare
+                return _OPEN  # a custom store, or that of a pretended world: nothing to compare
             differs = int(first) != checksum
             # How many ranks have arrived, and above _COUNT_BITS how many of them differ from the first.
             total = self.store.add(f"{name}/arrived", 1 + (differs << _COUNT_BITS))
@@ -263,9 +264,9 @@ class Coordinator:
         return outcome == _OPEN
 
     def leave(self, *groups: object) -> None:
-        """Publish that this rank makes no more calls, and end the watch for hangs.
+        """Publish that this rank makes no more calls, and stop the hang watch.
 
-        Where the store doesn't respond, `groups`, which use it too, are never freed: that would wait for its response.
+        If the store doesn't respond, `groups` are never freed, because freeing them would wait for its response.
         """
         self.has_left = True
         state = RankState(self.number, self.operation, self.site, has_left=True)
@@ -291,8 +292,8 @@ class Coordinator:
     def wait_for_readers(self) -> None:
         """Serve the store until all other ranks have left or ended, or for 30 s: they may still read from it.
 
-        Slower ranks would otherwise lose the value that they are waiting for. Called after `leave`, when the process
-        group is destroyed, which wakes a rank that waits in it.
+        Otherwise slower ranks would lose the value that they wait for. Call it after `leave` and after destroying the
+        process group, which wakes a rank that waits in it.
         """
         if not self.keeps_store:
             return
@@ -312,7 +313,7 @@ class Coordinator:
         """Make a request to the store and return its response.
 
         Args:
-            limit_seconds: how long the response may take (default: as long as one that the program waits for).
+            limit_seconds: how long the response may take (default: the timeout of the store).
 
         Raises:
             CollectiveError: the process that serves the store has ended, or doesn't respond.
@@ -321,7 +322,7 @@ class Coordinator:
 
     def send(self, call: Callable[[], object]) -> None:
         """Make a request that has no response, such as `set`, in the calling thread. Raises as :meth:`request`."""
-        # The thread for requests takes as long as ten of these.
+        # In the request thread, it would take ten times as long.
         self._translate_errors(lambda: self._requests.run_here(call, self._store_timeout_seconds()))
 
     def _translate_errors(self, call: Callable[[], Response]) -> Response:
@@ -348,10 +349,10 @@ class Coordinator:
         checks_torch: bool = False,
         of_all: bool = False,
     ) -> str:
-        """Wait for the value of `key`, after some requests; meanwhile, publish there why it is never set, if so.
+        """Make the requests `after`, then wait for the value of `key`; if it can't be set, publish a verdict there.
 
         Args:
-            of_all: it is set when all ranks have arrived, so none that is watched may have ended.
+            of_all: the key is set when all ranks have arrived, so the end of a watched process is an error.
         """
         start, num_checks = time.monotonic(), 0
         limit, pause = self.timeout.total_seconds(), self._pause_seconds(0.0)
@@ -409,20 +410,20 @@ class Coordinator:
             delete_keys(self.store, f"{channel}/notifications/{number - _KEPT_NOTIFICATIONS}")
 
     def num_notifications(self, channel: str) -> int:
-        """Return how many notifications there have been, to be asked before looking whether to wait for the next."""
+        """Return the number of notifications so far; read it before checking whether to wait for the next one."""
         return self.request(lambda: self.store.add(f"{channel}/notifications", 0))
 
     def listen(self, channel: str, number: int) -> Wait[list[str]]:
-        """Wait for the notification after the first `number` ones; for a `with` statement."""
+        """Start waiting for the notification after the first `number` ones; for a `with` statement."""
         return self.waits.start(f"{channel}/notifications/{number + 1}", given_up=_OPEN)
 
     def wait_for(self, ready: Callable[[], bool], reason_to_stop: Callable[[], str | None] = lambda: None) -> None:
-        """Wait until ``ready()``, which only changes with a notification; not one of the numbered operations.
+        """Wait until ``ready()`` is true, which only a notification can change; this isn't a numbered operation.
 
-        Can be called from any thread.
+        Any thread may call it.
 
         Raises:
-            CollectiveError: ``reason_to_stop()`` returned why it never will be, or it wasn't within the timeout.
+            CollectiveError: ``reason_to_stop()`` returned why it never will be true, or the timeout has passed.
         """
         start, pause = time.monotonic(), CHECK_SECONDS / 4
         while True:
@@ -444,7 +445,10 @@ class Coordinator:
                         return
 
     def absence_reason(self, rank: int) -> str | None:
-        """Return why ``rank`` can't make this rank's call: it has ended, or is in a later one that needs all ranks."""
+        """Return why ``rank`` can't make this rank's call, or None.
+
+        Either it has ended, or it is in a later operation that needs all ranks.
+        """
         return self.absence_reasons([rank]).get(rank)
 
     def absence_reasons(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -472,7 +476,7 @@ class Coordinator:
         checks_torch: bool = False,
         waited_seconds: float = 0.0,
     ) -> Verdict | None:
-        """Publish under `key` why this operation can't end, if no other rank does in this round; return it, too."""
+        """Examine all ranks, unless another rank does in this round; publish under `key` and return the verdict."""
         if self._published_number != self.number:
             self._publish_operation()
         round_key = f"{key}/round/{num_checks}"
@@ -484,19 +488,19 @@ class Coordinator:
         if verdict is None and checks_torch:
             verdict = self._stuck_in_torch()
         elif verdict is None and waited_seconds >= _TORCH_CHECK_SECONDS and dist.get_pg_count() == 1:
-            # The only group has all ranks, so whatever collective of torch's the missing ones are in needs this one.
+            # The only group has all ranks, so any torch collective that the missing ranks are in needs this rank.
             verdict = self._stuck_in_torch(_TORCH_CHECK_SECONDS)
         return None if verdict is None else self._published_verdict(key, verdict)
 
     def _end_of_watched(self, key: str) -> Verdict | None:
-        """Publish under `key` that the process of a watched rank has ended, if one has; return it, too."""
+        """If a watched rank's process has ended, publish that under `key` and return it."""
         ended = self.exits.ended()
         if not ended:
             return None
         return self._published_verdict(key, Verdict("left", ended[0]))
 
     def _published_verdict(self, key: str, verdict: Verdict) -> Verdict | None:
-        """Publish `verdict` under `key` and return it; None where the key is set already."""
+        """Publish `verdict` under `key` and return it; None if the key is already set."""
         text = verdict.encoded()
         return verdict if self.request(lambda: self.store.compare_set(key, "", text)).decode() == text else None
 
@@ -504,7 +508,7 @@ class Coordinator:
         return find_conflict(self.rank, self._state(), self._states(), setter, _NEEDS_ALL)
 
     def _stuck_in_torch(self, at_least_seconds: float = 0.0) -> Verdict | None:
-        """Return why this operation can't end, where all missing ranks wait in collectives of torch's."""
+        """If all missing ranks wait in torch's collectives, end them and return the verdict."""
         absent = self._absent()
         stuck = self.stuck_in_torch(absent, at_least_seconds)
         if not absent or len(stuck) < len(absent) or self.watch is None:
@@ -515,7 +519,7 @@ class Coordinator:
         return verdict
 
     def _verdict_of_all(self) -> Verdict | None:
-        """Return the verdict once every rank that still runs has had the time to publish its operation."""
+        """Give every running rank the time to publish its operation, then return the verdict."""
         seconds = min(CHECK_SECONDS, self.timeout.total_seconds()) * 1.5
         key = f"{self.number}/{self.operation}/failure"
         if self._published_number != self.number:
@@ -534,7 +538,7 @@ class Coordinator:
         return verdict
 
     def _states(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
-        """Return what the given ranks, or all, have published last."""
+        """Return the last published state of the given ranks, or of all."""
         published = self.published([f"at/{rank}" for rank in (range(self.size) if ranks is None else ranks)])
         return {int(key.rpartition("/")[2]): RankState.of(text) for key, text in published.items()}
 

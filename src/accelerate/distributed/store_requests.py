@@ -1,11 +1,10 @@
-"""Requests to the key-value store of a process group: short ones with a timeout, and waits that block in the store.
+"""Requests to a process group's key-value store: short ones with a timeout, and waits that block in the store.
 
-The client of a store waits without limit for a response on a connection that has died silently (a pulled cable, a
-frozen host), and holds a lock meanwhile. So requests are made by a thread of their own, and have a timeout.
+If a connection dies silently (a pulled cable, a frozen host), the store's client waits forever and holds a lock. So a
+separate thread makes the requests, and they have a timeout.
 
-A wait holds its connection until the store responds, and torch logs every wait that it gives up. So each wait has a
-connection to itself and never ends by a timeout of torch's: the thread that waits decides how long, and whoever has the
-reason to end a wait early sets its key.
+A wait blocks its connection until the store responds, and torch logs every wait that times out. So each wait has its
+own connection and no torch timeout. The waiting thread decides how long to wait; to end a wait early, its key is set.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 Response = TypeVar("Response")
 
-#: As long as a wait of torch's may be, whose milliseconds fit into 32 bits.
+#: The longest timeout of a torch wait: its milliseconds have to fit into 32 bits.
 _WITHOUT_LIMIT: Final = timedelta(days=20)
-#: So many ranks connect to the store in a second, in their order: its host's queue holds as many.
+#: How many ranks connect to the store per second, in rank order: its host's queue holds as many.
 _CONNECTIONS_PER_SECOND: Final = 4096
 _GIVE_UP_SECONDS: Final = 2.0
-#: How often it is looked whether a store that is being connected to is still there.
+#: How often to check, while connecting to a store, whether it still responds.
 _CONNECTION_CHECK_SECONDS: Final = 1.0
 _NO_KEY: Final = "nothing"
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
@@ -38,12 +37,12 @@ _LONGEST_SLEEP_SECONDS: Final = 0.02
 
 
 class StoreTimeout(RuntimeError):
-    """The store didn't respond in time, and never will."""
+    """The store didn't respond in time; later requests fail too."""
 
 
 @final
 class PendingRequest(Generic[Response]):
-    """A request that a `RequestThread` makes."""
+    """A request for a `RequestThread`."""
 
     def __init__(self, call: Callable[[], Response]) -> None:
         self._call = call
@@ -60,7 +59,7 @@ class PendingRequest(Generic[Response]):
         self._done.set()
 
     def is_done(self, seconds: float) -> bool:
-        """Return whether the request has been made, after waiting for it for up to `seconds`."""
+        """Wait up to `seconds` for the request, and return whether it is done."""
         return self._done.wait(seconds)
 
     def response(self) -> Response:
@@ -110,10 +109,10 @@ class RequestThread:
         return pending.response()
 
     def run_here(self, call: Callable[[], object], seconds: float) -> None:
-        """Run `call()`, which waits for no response, in the calling thread, as soon as no other request is under way.
+        """Run `call()`, which gets no response, in the calling thread as soon as no other request runs.
 
         Raises:
-            StoreTimeout: one is for longer than `seconds`.
+            StoreTimeout: another request runs for longer than `seconds`.
         """
         if self.has_timed_out or not self._lock.acquire(timeout=seconds):
             self.has_timed_out = True
@@ -124,15 +123,15 @@ class RequestThread:
             self._lock.release()
 
     def keep_alive(self, *objects: object) -> None:
-        """Keep `objects` alive until the process ends, where a request has timed out.
+        """Keep `objects` alive until the process ends, if a request has timed out.
 
-        Freeing what the pending call holds in C++ would wait for the response too.
+        Freeing the C++ objects of the pending call would wait for the response too.
         """
         if self.has_timed_out:
             self._kept_alive += objects  # the thread, which never ends, refers to this object until the process ends
 
     def stop(self) -> None:
-        """Let the thread end, unless a request has timed out in it; without waiting for that."""
+        """Tell the thread to end, unless a request has timed out in it; don't wait for its end."""
         if self._thread is not None and not self.has_timed_out:
             self._queue.put(None)
         self._thread = None
@@ -141,7 +140,7 @@ class RequestThread:
         while (request := self._queue.get()) is not None:
             with self._lock:
                 request()
-            del request  # holds a connection, which is closed where it is let go of
+            del request  # it refers to a connection, which is closed with the last reference
 
 
 # -- waits -------------------------------------------------------------------------------------------------
@@ -155,18 +154,18 @@ class Wait(Generic[Response]):
         self, pending: PendingRequest[Response], ready: Callable[[], bool] | None, finish: Callable[[bool], None]
     ) -> None:
         self._pending = pending
-        self._ready = ready  # where the wait can't block in the store, it begins when this is true
+        self._ready = ready  # if the wait can't block in the store, it begins when this is true
         self._finish = finish
 
     def is_over(self, seconds: float) -> bool:
-        """Return whether the wait has ended, after waiting for that for up to `seconds`."""
+        """Wait up to `seconds`, and return whether the wait has ended."""
         if self._ready is not None and not _poll(self._ready, seconds):
             return False
         self._ready = None
         return self._pending.is_done(seconds)
 
     def response(self) -> Response:
-        """Return what was read.
+        """Return the values of the keys.
 
         Raises:
             RuntimeError: the process that serves the store has ended.
@@ -192,11 +191,11 @@ def _poll(ready: Callable[[], bool], seconds: float) -> bool:
 
 @final
 class WaitingConnections:
-    """Connections to a store for waits, one for each wait at a time; those whose wait has ended are used again.
+    """Connections to a store for waits: one per wait, reused after the wait has ended.
 
     Args:
-        store: what to connect to once more.
-        request: makes a call to `store` over its first connection; where there is no second one, all of them.
+        store: the store to open more connections to.
+        request: makes a call to `store` over its first connection; without a second one, it makes all calls.
         delay_seconds: how long to wait before each connection, so that not all ranks connect at once.
     """
 
@@ -209,13 +208,14 @@ class WaitingConnections:
         self._has_clones = True
 
     def start(self, *keys: str, given_up: str = "", after: Callable[[Store], object] | None = None) -> Wait[list[str]]:
-        """Wait for keys from now on; the response is their values. To be used in a `with` statement.
+        """Start waiting for keys; the response is their values. Use it in a `with` statement.
 
-        Where the statement is left before, those of the keys that aren't set get the value `given_up`, so that the wait
-        ends: a thread that is in it when the interpreter ends would abort the process.
+        If the statement is left before, the keys that aren't set get the value `given_up`. This ends the wait, because
+        a thread that still waits at interpreter exit would abort the process.
 
         Args:
-            after: requests to make first, over the same connection. Not in order with those over the first one.
+            after: requests to make first, over the same connection; their order relative to the first connection's is
+                undefined.
         """
         names = list(keys)
         store, thread = self._take()
@@ -230,7 +230,7 @@ class WaitingConnections:
 
         def finish(is_over: bool) -> None:
             if not is_over:
-                with contextlib.suppress(Exception):  # the store is silent, or has ended
+                with contextlib.suppress(Exception):  # the store doesn't respond, or has ended
                     self._request(lambda: set_missing(self._store, names, given_up))
                     is_over = self._has_clones and pending.is_done(_GIVE_UP_SECONDS)
             if is_over or not self._has_clones:
@@ -260,7 +260,7 @@ class WaitingConnections:
             if self._idle:
                 return self._idle.pop()
         if self._has_clones:
-            # Connecting to a store that is silent would wait without limit; this request doesn't.
+            # Connecting to a store that doesn't respond would wait forever; this request has a timeout.
             self._request(lambda: self._store.check([_NO_KEY]))
             time.sleep(self._delay_seconds)
             thread = RequestThread("accelerate store waits")
@@ -271,16 +271,16 @@ class WaitingConnections:
         return self._store, RequestThread("accelerate store waits")
 
     def _connect(self, thread: RequestThread) -> Store | None:
-        """Connect once more in `thread`, if the store can, for as long as the first connection works.
+        """Open another connection in `thread`, as long as the first one works; None if the store can't.
 
-        torch tries to reach a store that has ended meanwhile again and again, for all of the process group's timeout.
+        torch would retry a store that has ended for the process group's whole timeout.
         """
 
         def connect() -> Store | None:
             try:
                 store = second_connection(self._store)
                 store.set_timeout(_WITHOUT_LIMIT)
-            except (AttributeError, NotImplementedError):  # a torch, or a store, without that
+            except (AttributeError, NotImplementedError):  # this torch, or this store, can't
                 return None
             return store
 
@@ -295,7 +295,7 @@ class WaitingConnections:
 
 
 def set_missing(store: Store, keys: list[str], value: str) -> None:
-    """Set those of `keys` that aren't set to `value`."""
+    """Set the `keys` that have no value to `value`."""
     if len(keys) == 1:
         store.compare_set(keys[0], "", value)
         return
@@ -304,7 +304,7 @@ def set_missing(store: Store, keys: list[str], value: str) -> None:
 
 
 def delete_keys(store: Store, *keys: str) -> None:
-    """Delete `keys`, if the store can."""
+    """Delete `keys`, if the store can delete."""
     for key in keys:
         try:
             store.delete_key(key)
@@ -315,7 +315,7 @@ def delete_keys(store: Store, *keys: str) -> None:
 def connection_delay(rank: int, size: int) -> float:
     """Return the seconds that `rank` waits before it connects to the store: ranks of a large world take turns.
 
-    The process that serves the store accepts connections one by one, and looks the name of each host up.
+    The process that serves the store accepts connections one by one, and looks up the name of each host.
     """
     return rank / _CONNECTIONS_PER_SECOND if size > _CONNECTIONS_PER_SECOND else 0.0
 
@@ -333,9 +333,9 @@ def _request_here(call: Callable[[], Response]) -> Response:
 
 
 def read_present(store: Store, keys: Sequence[str], request: Request = _request_here) -> dict[str, str]:
-    """Return the values of those of `keys` that are set.
+    """Return the values of the `keys` that are set.
 
-    Where all are, that takes 2 requests for each 1,024; some more for each that isn't.
+    If all are set, this takes 2 requests per 1,024 keys; each missing key takes a few more.
     """
     names = list(keys)
     if 0 < len(names) <= KEYS_PER_REQUEST and request(lambda: store.check(names)):

@@ -1,4 +1,4 @@
-"""Why an operation of all ranks can't end: one rank finds and publishes it, each waiting rank formats it."""
+"""Verdicts on why an operation of all ranks can't complete: one rank publishes it, each waiting rank formats it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Final, Literal, final
 
 _SEPARATOR: Final = "|"
-#: The operation of a rank whose gradients other ranks wait for, unless theirs aren't there either.
+#: The operation of a rank whose loss reaches no shard, while other ranks may wait for its gradients.
 UNREACHED: Final = "backward of a loss that reaches no shard"
 
 
 @final
 @dataclass(frozen=True)
 class RankState:
-    """The last operation published by a rank: its number among those of all ranks, its name and line.
+    """The last operation published by a rank: its number, name and line.
 
     Attributes:
         has_left: the rank makes no more calls.
@@ -26,12 +26,12 @@ class RankState:
     has_left: bool = False
 
     def text(self) -> str:
-        """Return the form in which it lies in the store."""
+        """Encode it for the store."""
         return _SEPARATOR.join((str(self.number), "left" if self.has_left else "", self.operation, self.site))
 
     @classmethod
     def of(cls, text: str) -> RankState:
-        """Read what `text` returned."""
+        """Decode what `text` returned."""
         number, left, operation, site = text.split(_SEPARATOR, 3)
         return cls(int(number), operation, site, bool(left))
 
@@ -44,7 +44,7 @@ class RankState:
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """Why an operation can't end: a rank is elsewhere, inside its own block, has left, or won't make it any more."""
+    """The reason why an operation can't complete: a rank is elsewhere, has left, is stuck, is late, or was stopped."""
 
     kind: Literal["different", "inside", "left", "stuck", "late", "stopped"]
     rank: int = 0
@@ -53,16 +53,16 @@ class Verdict:
     text: str = ""
 
     def encoded(self) -> str:
-        """Return the form in which it lies in the store."""
+        """Encode it for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str) -> Verdict:
-        """Read what `encoded` returned."""
+        """Decode what `encoded` returned."""
         return cls(**json.loads(text))
 
     def explain(self, rank: int, me: RankState) -> str:
-        """Return the error's words for `rank`, which is in operation `me`."""
+        """Return the error message for `rank`, whose state is `me`."""
         here = is_in(rank, me)
         where = RankState(me.number, self.operation, self.site).named
         if self.kind == "different":
@@ -107,10 +107,10 @@ def is_in(rank: int, state: RankState) -> str:
 def find_conflict(
     rank: int, me: RankState, others: dict[int, RankState], setter: int | None, needs_all: tuple[str, ...]
 ) -> Verdict | None:
-    """Return why `me`, the operation of `rank`, can't end, if the states of `others` say so.
+    """Return why `me`, the operation of `rank`, can't complete, given the states of `others`; None if nothing is wrong.
 
     Args:
-        setter: the rank whose key is waited for, if it is one's.
+        setter: the rank that has to set the key, if it is a single rank.
         needs_all: operations that no rank leaves before all have entered.
     """
     for other, state in sorted(others.items()):

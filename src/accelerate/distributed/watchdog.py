@@ -1,8 +1,8 @@
 """Hang detection: a verdict that names the stuck ranks, the source line each is at, and the rank they wait for.
 
-A thread of each rank reads the stack position of the rank's own thread. When that hasn't changed for a while, one rank
-asks all others for theirs through the store of the process group, never through a collective, and logs the verdict. So
-a rank that is stuck in DDP's own all-reduce is noticed too, long before the group's timeout.
+A thread on each rank reads the stack position of the training thread. If it hasn't changed for a while, one rank asks
+all others for theirs through the process group's store, never through a collective, and logs the verdict. This also
+finds a rank that is stuck in DDP's own all-reduce, long before the group's timeout.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ DEFAULT_SECONDS: Final = 300.0
 _TICK_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 4.0
-#: A rank that ends by an exception waits so long for the others' flight records, and they for it.
+#: A rank that ends by an exception waits this long for the others' flight records, and they for it.
 _COLLECTING_SECONDS: Final = 3.0
-#: ... and so long once its launcher has told it to stop.
+#: ... and this long once its launcher has told it to stop.
 _LAST_SECONDS: Final = 0.1
 _STORE_TIMEOUT_SECONDS: Final = 60.0
-#: What a rank is asked: nothing, because other ranks are; or its position, with its flight record too, or without
-#: writing all of this to a file; else, to end, with the reason.
+#: The questions to a rank: nothing (only other ranks are asked); its position; its position and flight record, which it
+#: also writes to a file; the same without the file. Any other text is the reason for which the rank has to end.
 _NOTHING: Final = "-"
 _WHERE: Final = "?"
 _WHERE_AND_RECORD: Final = "??"
 _RECORD: Final = "???"
 _POSITIONS: Final = (_WHERE, _WHERE_AND_RECORD, _RECORD)
-#: A rank that is in one and the same collective of torch's for so long, and hardly computes, waits there.
+#: A rank counts as waiting in a torch collective after it has been there this long and hardly used the CPU.
 _STUCK_SECONDS: Final = 2.0
 _IDLE_FRACTION: Final = 0.2
 _NUM_LOOKS: Final = 5
 _LOOK_SECONDS: Final = 0.01
 _ENDING_SECONDS: Final = 5.0
-#: Beyond so many ranks, a verdict has a line for each place instead of each rank.
+#: Beyond this many ranks, a verdict has a line for each place instead of each rank.
 _LARGEST_TABLE: Final = 16
-#: In a larger world a list of ranks that are at one place shows so many of them.
+#: In a larger world, the list of ranks at one place shows this many of them.
 _NUM_SHOWN: Final = 3
 _PASSED_THROUGH: Final = (
     *("torch/_ops.py", "torch/_library/autograd.py"),
@@ -95,7 +95,7 @@ class StackPosition:
         place: the innermost line of the user's code, as ``train.py:31``.
         source: the text of that line.
         waits: it is inside something that needs other ranks.
-        is_stuck: it is inside a collective of torch's, and uses no CPU time.
+        is_stuck: it is inside a torch collective, and uses almost no CPU time.
     """
 
     rank: int
@@ -112,11 +112,11 @@ class StackPosition:
 
     @property
     def at(self) -> str:
-        """The place, with its source line."""
+        """The place and its source line."""
         return f"{self.place} `{self.source}`" if self.source else self.place
 
 
-#: Where a rank is, and its flight record if it was asked for that.
+#: A rank's position, and its flight record if that was requested.
 Answer = tuple[StackPosition, RankRecord | None]
 
 
@@ -130,13 +130,13 @@ class ProgressCounter(Protocol):
 
 
 def watch_for_hangs(world: World, counter: ProgressCounter, project_dir: str | None = None) -> None:
-    """Watch the calling thread until the world is left; one thread watches all loops of a world.
+    """Watch the calling thread until the process leaves its world; one thread watches all loops of a world.
 
     Args:
         project_dir: where flight records are written.
 
     Raises:
-        SettingError: ACCELERATE_HANG_SECONDS is no number.
+        SettingError: ACCELERATE_HANG_SECONDS isn't a number.
     """
     coordinator = world.coordinator
     seconds = hang_seconds()
@@ -155,10 +155,10 @@ def watch_for_hangs(world: World, counter: ProgressCounter, project_dir: str | N
 
 
 def hang_seconds() -> float:
-    """Return for how long a rank may make no progress before it counts as hung; 0 for never.
+    """Return the seconds without progress after which a rank counts as hung; 0 for never.
 
     Raises:
-        SettingError: ACCELERATE_HANG_SECONDS is no number.
+        SettingError: ACCELERATE_HANG_SECONDS isn't a number.
     """
     text = read(VARIABLE) or str(DEFAULT_SECONDS)
     try:
@@ -171,13 +171,13 @@ def hang_seconds() -> float:
 class HangWatch:
     """The thread that watches one rank, and answers other ranks' questions about it.
 
-    It makes no request to the store until a rank asks all others: it waits for its own key then.
+    Until a rank asks, it makes no requests: it waits in the store for its own key.
 
     Args:
         coordinator: of the rank's world.
         seconds: how long a rank may make no progress before all ranks are asked for their positions.
         thread_id: of the watched thread.
-        sees_backward: backward passes compute on the host, so that one that uses no processor waits for other ranks.
+        sees_backward: backward passes compute on the CPU, so one that uses no CPU time waits for other ranks.
     """
 
     def __init__(self, coordinator: Coordinator, seconds: float, thread_id: int, sees_backward: bool = False) -> None:
@@ -191,7 +191,7 @@ class HangWatch:
         self.sees_backward = sees_backward
         self.project_dir: str | None = None  # where flight records are written
         self._threshold = seconds  # grows with every verdict about the same hang
-        self._num_heard = 0  # questions that this rank has heard
+        self._num_heard = 0  # questions that this rank has received
         self._num_answered = 0  # the last of them that it has answered
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
@@ -207,17 +207,17 @@ class HangWatch:
         self.join()
 
     def begin_to_stop(self) -> dict[str, str]:
-        """Look no more, and return what has to be set in the store for the thread to end."""
+        """Stop checking, and return the keys and values to set in the store to end the thread."""
         self._stopped.set()
         return {self._question_key(self._rank, self._num_heard + 1): _NOTHING}
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless it waits for the store; later failures ask nobody."""
+        """Wait for the end of the thread, unless it waits for the store; later failures collect no records."""
         FailureHook.forget(self.report_of_failure)
         self._thread.join(timeout=_JOIN_SECONDS)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has ended, or is silent, which every other call reports
+        with contextlib.suppress(RuntimeError):  # the store has ended or doesn't respond; other calls report that
             self._num_heard = self._request(lambda: self._store.add("hang/questions", 0))
             answer: Callable[[Store], object] | None = None
             while not self._stopped.is_set():
@@ -225,7 +225,7 @@ class HangWatch:
                 with self._coordinator.waits.start(key, after=answer) as question:
                     while not question.is_over(self._tick_seconds):
                         if self._stopped.is_set():
-                            question.is_over(_JOIN_SECONDS)  # what ends it is on its way
+                            question.is_over(_JOIN_SECONDS)  # the value that ends it is on its way
                             return
                         self._look()
                     self._num_heard += 1
@@ -240,7 +240,7 @@ class HangWatch:
         return f"hang/{rank}/question/{number}"
 
     def _look(self) -> None:
-        """Ask all ranks for their positions, where this one has made no progress for too long."""
+        """If this rank has made no progress for too long, ask all ranks for their positions and log the verdict."""
         stalled_seconds = self._stalled_seconds()
         if stalled_seconds < self._threshold:
             return
@@ -254,23 +254,24 @@ class HangWatch:
         self._log_verdict(number)
 
     def _next_threshold(self, stalled_seconds: float) -> float:
-        """Return when the next question about this hang is due: not while answers to this one are waited for.
+        """Return when to ask again about this hang: after all answers to this question can have come.
 
-        An answer takes the place of that to the question before.
+        Each answer replaces the previous one.
         """
         return max(self._seconds, 2 * stalled_seconds, stalled_seconds + 2 * _ANSWER_SECONDS)
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the watched thread had made no progress when it was last looked at, and since then."""
+        """Seconds since the watched thread's last known progress."""
         return time.monotonic() - self._progress_at
 
     def _stalled_seconds(self) -> float:
-        """Return for how long the watched thread has made no progress."""
+        """Look at the watched thread, and return the seconds since its last progress."""
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return 0.0
-        # Where a loop spends most of its time in one call, its stack is the same at each look: then counters tell.
+        # If a loop spends most of its time in one call, its stack is the same at each look; the counters show its
+        # progress.
         signature = (_signature_of(frame), *(counter.progress for counter in list(self.counters)))
         if signature != self._signature:
             self._signature, self._progress_at, self._threshold = signature, time.monotonic(), self._seconds
@@ -288,10 +289,10 @@ class HangWatch:
         return number
 
     def _answer_to(self, number: int, question: str) -> Callable[[Store], object]:
-        """Return the requests that publish this rank's position, or end it, as another rank has asked.
+        """Return the requests that answer a question with this rank's position; end this process if told to.
 
-        They delete the question's key, which may only be done by the connection that has read it: a wait that is woken
-        by a key reads it with another request, and finds nothing where it is deleted between the two.
+        They delete the question's key, which only the connection that has read it may do: a woken wait reads its key in
+        a second request, and would find nothing if the key were deleted between the two.
         """
         is_asked = question in _POSITIONS and number != self._num_answered
         answer = self._position_as_answer(number, question) if is_asked else None
@@ -321,7 +322,7 @@ class HangWatch:
         return publish
 
     def _position(self, with_record: bool = False) -> str:
-        """Return where the watched thread is, as it lies in the store; nothing once the thread has ended."""
+        """Return the watched thread's position, encoded for the store; empty once the thread has ended."""
         stalled_seconds = self._stalled_seconds()
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
@@ -341,7 +342,7 @@ class HangWatch:
         seconds: float = _ANSWER_SECONDS,
         is_urgent: Callable[[], bool] | None = None,
     ) -> list[Answer]:
-        """Return the answers of `ranks`, as far as they come in time, or before it is urgent."""
+        """Return the answers of `ranks` that arrive in time, or before `is_urgent()` is true."""
         keys = [f"hang/{number}/{rank}" for rank in ranks]
         if not keys:
             return []
@@ -375,7 +376,7 @@ class HangWatch:
     def report_of_failure(self, is_urgent: Callable[[], bool]) -> str:
         """Return the collectives in which ranks wait for each other; empty if none does.
 
-        The first rank that fails asks all; another one returns nothing, once that one has what it needs.
+        The first rank that fails asks all. Another rank returns nothing, after the first one has collected the answers.
 
         Raises:
             CollectiveError: the store has ended.
@@ -402,7 +403,10 @@ class HangWatch:
     # -- questions of a rank that waits for others ---------------------------------------------------------
 
     def ask_for_stuck(self, ranks: Sequence[int], at_least_seconds: float = 0.0) -> dict[int, str]:
-        """Return those of ``ranks`` waiting in torch's collectives, with their positions; for the watched thread."""
+        """Return those of ``ranks`` that wait in torch's collectives, with their positions.
+
+        Only the watched thread may call it.
+        """
         seconds = max(at_least_seconds, _STUCK_SECONDS)
         number = self._ask(ranks, _WHERE)
         positions = [position for position, _ in self._answers(number, ranks)]
@@ -432,7 +436,7 @@ class HangWatch:
 
 
 def _is_over(wait: Wait[list[str]], seconds: float, is_urgent: Callable[[], bool] | None = None) -> bool:
-    """Return whether the wait has ended, after waiting up to `seconds`, or a moment if it is urgent."""
+    """Wait up to `seconds`, or a moment if it is urgent, and return whether the wait has ended."""
     if is_urgent is None:
         return wait.is_over(seconds)
     until = time.monotonic() + seconds
@@ -472,10 +476,10 @@ def _is_in_torch(frame: FrameType | None, on_host: bool) -> bool:
 
 
 def _all_threads_sleep() -> bool:
-    """Return whether all threads of this process but the calling one sleep, at each of a few looks.
+    """Return whether all other threads of this process sleep, in each of a few samples.
 
-    One that computes gets little CPU time where there are more processes than cores, but it is ready all the time.
-    Where no system tells (Linux does), the CPU time has to do.
+    A computing thread gets little CPU time if there are more processes than cores, but it is always ready to run. Only
+    Linux shows this; elsewhere the caller relies on the CPU time alone.
     """
     own = str(threading.get_native_id())
     for _ in range(_NUM_LOOKS):
@@ -569,7 +573,7 @@ def _who_is_waited_for(known: list[StackPosition], stuck: list[StackPosition], a
 
 
 def _table_by_place(known: list[StackPosition], stuck: list[StackPosition]) -> list[str]:
-    """Return one line for all ranks at the same place, the places with the fewest ranks first."""
+    """Return one line per place for all ranks there, the places with the fewest ranks first."""
     stuck_ranks = {position.rank for position in stuck}
     groups = [
         group

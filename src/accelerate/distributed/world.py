@@ -1,7 +1,7 @@
-"""The world of this process: joined once, kept as one value, left in order.
+"""The world of this process: its rank, device and process group, and how to join and leave it.
 
-The only global of this package is here. `join_world` makes or adopts torch's process group; `leave_world` first
-releases what holds the group, then the group itself, because a group that outlives the interpreter aborts the process.
+This module holds the global world. `join_world` makes or adopts torch's process group. `leave_world` releases all
+references to the group, then destroys it, because a group that outlives the interpreter aborts the process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class World:
     attempt: int = 0  # how often the launcher has restarted the job
     fork_launched: bool = False
     coordinator: Coordinator | None = field(default=None, repr=False, compare=False)
-    group: Any = field(default=None, repr=False, compare=False)  # what its ranks communicate in; None: all processes
+    group: Any = field(default=None, repr=False, compare=False)  # of its ranks; None: the default group
     members: Members | None = field(default=None, repr=False, compare=False)  # instead of a process group
 
     @property
@@ -91,14 +91,12 @@ class World:
 
     @property
     def debug(self) -> bool:
-        """Whether collective calls are published and compared: as last set by `set_debug`, else by
-        ACCELERATE_DEBUG_MODE.
-        """
+        """Whether collectives are published and compared: as set by `set_debug`, else by ACCELERATE_DEBUG_MODE."""
         return flag("ACCELERATE_DEBUG_MODE") if _debug is None else _debug
 
     @classmethod
     def pretend(cls, rank: int = 0, size: int = 1, **fields: object) -> World:
-        """Make a world that can't communicate, to compute a rank's work without its processes."""
+        """Make a world without communication, to simulate one rank without the other processes."""
         return cls(rank=rank, size=size, **{"local_rank": rank, "local_size": size, **fields})
 
 
@@ -127,20 +125,20 @@ def join_world(
     spmd: bool = False,
     **init_kwargs: object,
 ) -> World:
-    """Join this process to its world and return it; a process that has joined already gets the same world again.
+    """Join this process to its world and return it; later calls return the same world.
 
-    A process group that is initialised already is adopted. Otherwise the environment says whether this process
-    was started as one of several (`environment.detect`), and they form a group.
+    An initialised process group is adopted. Otherwise, if the environment says that this process is one of several
+    (`environment.detect`), they form a group.
 
     Args:
-        cpu: compute on the CPU although an accelerator is there.
+        cpu: compute on the CPU even if there is an accelerator.
         device: compute on this device (default: ACCELERATE_TORCH_DEVICE, else the first kind found here).
-        backend: what to communicate through (default: the device kind's own).
+        backend: the communication backend (default: the device kind's own).
         timeout: how long to wait for the other processes, when joining and in every operation.
         init_method: the address of the rendezvous (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
         debug: switch the check of collectives on (`set_debug`).
-        alone: be a world of one, whatever the environment says.
-        spmd: where a runtime of its own drives the devices (XLA), this process drives all of them (SPMD).
+        alone: make a world of one process, whatever the environment says.
+        spmd: with a device runtime (XLA), this process drives all devices (SPMD).
         init_kwargs: passed on to `torch.distributed.init_process_group`.
 
     Raises:
@@ -212,7 +210,7 @@ def leave_group(group: Any = None) -> None:
 
 
 def leave_world() -> None:
-    """Release what holds the process group, destroy the group, and forget the world."""
+    """Release all references to the process group, destroy it, and forget the world."""
     global _world, _forgotten
     world, _world, _forgotten = _world or _forgotten, None, None
     _call_releasers()
@@ -226,13 +224,13 @@ def leave_world() -> None:
 
 
 def release_before_leaving(release: Released) -> Released:
-    """Register `release` to be called once before the process group is destroyed, for what holds it (a DDP reducer)."""
+    """Register `release` to be called once before the process group is destroyed, to free what refers to it."""
     _releasers.append(release)
     return release
 
 
 def release_ddp(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Make `ddp` release the process group; when called, it is then its module, without averaging gradients."""
+    """Make `ddp` release the process group; later calls run its module, without averaging gradients."""
     if ddp.__dict__.get("reducer") is None:
         return
     ddp.forward = ddp.module.__call__
@@ -286,9 +284,7 @@ def _has_group() -> bool:
 
 
 def _own_identity(init_kwargs: dict[str, Any], kind: DeviceKind, backend: str | None) -> ProcessIdentity | None:
-    """Return the identity given to `join_world` itself (rank=, world_size=), else the environment's; None for a world
-    of one.
-    """
+    """Return the identity from `join_world`'s rank= and world_size=, else the environment's; None for one process."""
     rank, size = init_kwargs.pop("rank", -1), init_kwargs.pop("world_size", -1)
     environ = snapshot()
     if rank >= 0 and size > 0:
@@ -354,7 +350,10 @@ def _form(
 def _join_members(
     variable: str, kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]
 ) -> World:
-    """Return a world without a process group, which a lost rank couldn't leave; ``variable`` asks for its members."""
+    """Return a world with the members that ``variable`` asks for.
+
+    It has no process group, which a lost rank couldn't leave.
+    """
     identity = environment.detect(snapshot())
     if identity is None:
         raise WorldError(
@@ -380,7 +379,7 @@ def _adopt(requested: torch.device | str | None, timeout: timedelta | None, fact
     try:
         identity = environment.detect(snapshot())
     except WorldError:
-        identity = None  # the group exists, so nothing needs to be known from the environment
+        identity = None  # the group exists, so the environment isn't needed
     is_same = identity is not None and (identity.rank, identity.size) == (rank, size)
     local_rank, local_size = (
         (identity.local_rank, identity.local_size) if identity is not None and is_same else (rank, size)
@@ -473,7 +472,7 @@ def _call_releasers() -> None:
 
 
 def _release_holders() -> None:
-    """Release everything that is known to hold the process group."""
+    """Release all known references to the process group."""
     gc.collect()  # wrappers lie in reference cycles
     for ddp in _alive(torch.nn.parallel.DistributedDataParallel):
         release_ddp(ddp)
@@ -481,7 +480,7 @@ def _release_holders() -> None:
 
 
 def _alive(kind: type[object]) -> list[Any]:
-    """Return all living objects of that type, regardless of their creator."""
+    """Return all living objects of that type."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
@@ -527,7 +526,7 @@ def _leave_at_exit() -> None:
 
 
 def _script() -> FrameType | None:
-    """Return the frame of the program's own module, whose variables live to the end anyway; None outside of it."""
+    """Return the frame of the `__main__` module, whose variables live to the end anyway; None outside of it."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
@@ -537,7 +536,7 @@ def _script() -> FrameType | None:
 
 
 def _place_of(script: FrameType | None) -> str:
-    """Return the line of the program's module that was run last, in words."""
+    """Return the last line of the `__main__` module that ran, with its file and source."""
     if script is None:
         return ""
     file, line = script.f_code.co_filename, script.f_lineno
