@@ -1,4 +1,4 @@
-"""The ranks that write or read one checkpoint: an error on one of them is an error on all, with its name."""
+"""The ranks that write or read one checkpoint: an error on one rank raises on all, and names that rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Combined = TypeVar("Combined")
 
 #: The interval of heartbeats of a rank with a save in the background.
 HEARTBEAT_SECONDS: Final = 2.0
-#: A rank without a heartbeat for so long is taken for dead.
+#: A rank counts as dead after this long without a heartbeat.
 HEARTBEAT_TIMEOUT_SECONDS: Final = 60.0
 _HEARTBEATS_PER_SECOND: Final = 1024
-#: The message in place of one that a rank has stopped to wait for.
+#: The message that replaces one that a rank no longer waits for.
 _GIVEN_UP: Final = "given up"
 _STORE_ENDED: Final = "the process that keeps the ranks' store (rank 0, or the launcher) has ended"
 
@@ -35,18 +35,18 @@ class Ranks:
     """The ranks that take part in one save or load: those of a world, or one process alone.
 
     Args:
-        store_collectives: the exchange to use where the training's own process group must be left alone.
+        store_collectives: the exchange to use while the training uses the process group.
         alone: this rank writes without the others.
 
     Attributes:
-        world_size: the ranks of the run, whether they take part or not.
+        world_size: the number of ranks of the run, whether they take part or not.
     """
 
     def __init__(
         self, world: World | None = None, store_collectives: StoreCollectives | None = None, *, alone: bool = False
     ) -> None:
         if world is not None and world.members is not None:
-            world = None  # whose ranks may be lost: one writes for all, and each reads by itself
+            world = None  # its ranks may be lost: one writes for all, and each reads by itself
         self._world = None if alone else world
         self._alone = alone
         self._store_collectives = store_collectives
@@ -77,14 +77,14 @@ class Ranks:
         return list(gather_object([value], world=self._world))
 
     def gather(self, value: T) -> list[T] | None:
-        """Return the values of all ranks, in rank order, on the main one; None elsewhere."""
+        """Return the values of all ranks, in rank order, on the main rank; None elsewhere."""
         if self._store_collectives is not None:
             return self._store_collectives.gather(value)
         gathered = self.all_gather(value)
         return gathered if self.is_main else None
 
     def scatter(self, values: list[T] | None) -> T:
-        """Return this rank's item of ``values``, the list that the main rank holds with one item per rank."""
+        """Return this rank's item of the main rank's list ``values``, which has one item per rank."""
         if self._store_collectives is not None:
             return self._store_collectives.scatter(values)
         all_values = self.all_gather(values)[0]
@@ -92,7 +92,7 @@ class Ranks:
         return all_values[self.rank]
 
     def agree(self, error: Exception | None, what: str, *, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raise on every rank if any rank comes with an error.
+        """Raise on every rank if any rank passes an error.
 
         Raises:
             CheckpointError: a rank failed; the text names each that did, and why.
@@ -105,14 +105,14 @@ class Ranks:
         if not failed:
             return
         if error is not None and not isinstance(error, (OSError, CheckpointError)):
-            raise error  # a hook's or an object's own error stays what it is where it happened
+            raise error  # on its own rank, the error of a hook or an object keeps its type
         if self.size == 1 and isinstance(error, kind):
             raise error
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
         raise kind(f"can't {what}: {reasons}") from error
 
     def close(self) -> None:
-        """Wait until every living rank has read all messages, then stop exchanging any."""
+        """Wait until every live rank has read all messages, then stop the exchange."""
         if self._store_collectives is not None:
             self._store_collectives.close()
 
@@ -124,15 +124,15 @@ def _failures(texts: Sequence[str | None]) -> dict[int, str]:
 def write_on_main(
     world: World | None, operation: str, target: str, write: Callable[[], None], what: str, *, moment: str = ""
 ) -> None:
-    """Run ``write()`` on the main process, which doesn't wait for the other ranks; they wait for it.
+    """Run ``write()`` on the main process, without waiting for the other ranks; they wait for it.
 
-    Where any rank may be lost, none waits.
+    If ranks may be lost (a world with members), no rank waits.
 
     Args:
-        moment: tells this call from others that are made from the same line.
+        moment: tells apart calls that are made from the same line.
 
     Raises:
-        CheckpointError: on every rank that calls this, when it failed; the text says that ``what`` can't be done.
+        CheckpointError: on every rank that calls this, if ``write()`` failed; the text names ``what`` failed.
     """
     if world is not None and world.members is not None:
         if world.members.writes_files:
@@ -164,11 +164,11 @@ def write_on_main(
 
 @final
 class StoreCollectives:
-    """All-gather, gather and scatter of objects over the ranks' store, from any thread, beside the training.
+    """All-gather, gather and scatter of objects over the ranks' store, from any thread, while the training runs.
 
     Rank 0 reads what all ranks have published, and publishes one value, for which the others wait. The training's
-    process group is never touched, and a rank may take as long as its disk does: each sends a heartbeat every few
-    seconds, and only one whose heartbeats stop is taken for dead.
+    process group is never used. A rank may take as long as its disk does: each rank sends a heartbeat every few
+    seconds, and counts as dead only when its heartbeats stop.
     """
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
@@ -179,9 +179,9 @@ class StoreCollectives:
         self._published: list[str] = []  # keys of messages that a rank may not have read yet
         self._store_is_lost = False
         self._requests = RequestThread("checkpoint store requests", coordinator.lock)
-        self._seen: dict[int, tuple[str, float]] = {}  # each rank's last heartbeat, and since when it is the last
+        self._seen: dict[int, tuple[str, float]] = {}  # each rank's last heartbeat, and when it was first seen
         self._num_beats = 0
-        self._failure = ""  # as rank 0 tells the others, who wait for it
+        self._failure = ""  # as rank 0 reports it to the others, which wait for it
         self._closed = threading.Event()
         self._request(self._beat)
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="checkpoint heartbeat", daemon=True)
@@ -191,7 +191,7 @@ class StoreCollectives:
         """Return the values of all ranks, in rank order.
 
         Raises:
-            CheckpointError: a rank has died, or the store has gone with its process.
+            CheckpointError: a rank has died, or the process that serves the store has ended.
         """
         return self.combine(value, lambda values: values)
 
@@ -218,7 +218,7 @@ class StoreCollectives:
         return [value, *self._values_of_others()]
 
     def scatter(self, values: list[T] | None) -> T:
-        """Return this rank's item of the values, one per rank, of rank 0. Raises as :meth:`all_gather`."""
+        """Return this rank's item of rank 0's values, one per rank. Raises as :meth:`all_gather`."""
         self._number += 1
         if self.rank == 0:
             assert values is not None
@@ -232,7 +232,7 @@ class StoreCollectives:
         return value
 
     def close(self) -> None:
-        """Stop the heartbeat; the rank that keeps the store first waits until every living rank has closed too."""
+        """Stop the heartbeat; rank 0 first waits until every live rank has closed too."""
         if self._closed.is_set():
             return
         with suppress(CheckpointError):  # the store's process has ended: no rank can wait for this
@@ -284,7 +284,7 @@ class StoreCollectives:
             raise CheckpointError(_STORE_ENDED) from error
 
     def _wait_for(self, keys: list[str], senders: Sequence[int]) -> list[str]:
-        """Wait for the values of ``keys``, one from each of ``senders``, as long as these live."""
+        """Wait for the values of ``keys``, one from each of ``senders``, as long as the senders are alive."""
         self._seen.clear()
         with self._coordinator.waits.start(*keys, given_up=_GIVEN_UP) as wait:
             while not wait.is_over(self._pause_seconds()):
@@ -325,7 +325,7 @@ class StoreCollectives:
                 self._request(lambda key=key: self._store.delete_key(key))
 
     def _pause_seconds(self) -> float:
-        """Return the interval of heartbeats: of all ranks together, so many a second at most."""
+        """Return the interval of heartbeats in seconds, with a limit on the heartbeats of all ranks per second."""
         return max(HEARTBEAT_SECONDS, self.size / _HEARTBEATS_PER_SECOND)
 
     def _beat(self) -> None:
@@ -337,7 +337,7 @@ class StoreCollectives:
             try:
                 self._request(self._beat)
             except CheckpointError:
-                return  # the store is gone, on which the calls that wait for it fail themselves
+                return  # the store is gone; the calls that wait for it raise
 
 
 def _encoded(value: object) -> str:

@@ -1,5 +1,6 @@
-"""Saving in a background thread, from a snapshot: one save at a time, whose failure is raised by the next call and at
-the exit.
+"""Saving in a background thread from a snapshot, one save at a time.
+
+The error of a failed save is raised by the next call; at the exit of the program it sets the exit status.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _MAX_THREADS: Final = 4  # more don't make the memory faster
 
 @final
 class HostMemory:
-    """Host memory for the copies of a snapshot, used again by the next one because fresh memory is slow to touch."""
+    """Host memory for a snapshot, reused by the next one because the first use of new memory is slow."""
 
     def __init__(self) -> None:
         self._plain = torch.empty(0, dtype=torch.uint8)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def snapshot(self, items: Iterable[CheckpointItem]) -> None:
-        """Copy the tensors of all items as they are now, over the copies of the snapshot before."""
+        """Copy the current tensors of all items, over the copies of the previous snapshot."""
         items = list(items)
         originals = {id(tensor): tensor for item in items for tensor in item.tensors()}
         host_tensors = {key: tensor for key, tensor in originals.items() if tensor.device.type == "cpu"}
@@ -110,7 +111,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 def _copy(pairs: Iterable[Copy]) -> None:
-    """Copy the second tensor of every pair into the first, by several threads, however many torch computes with."""
+    """Copy the second tensor of every pair into the first, with several threads, independent of torch's threads."""
     tasks = _tasks(pairs)
     num_threads = min(_num_threads(), len(tasks))
     if num_threads <= 1:
@@ -160,11 +161,11 @@ def _run(task: list[Copy]) -> None:
 
 @final
 class Background:
-    """The save that is being written while the run goes on, if there is one.
+    """The save that runs in the background while the training continues, if there is one.
 
     Attributes:
-        failure: why the last save was not committed, until it is raised; read by the training loop at each step.
-        memory: the memory of snapshots. It is used again by the next save, so that must wait for this one.
+        failure: the error of the last save until it is raised; the training loop checks it at each step.
+        memory: the memory of snapshots. The next save reuses it, so it has to wait for this one.
     """
 
     def __init__(self) -> None:
@@ -190,11 +191,11 @@ class Background:
     def _run(self, save: Callable[[], object]) -> None:
         try:
             save()
-        except Exception as error:  # it belongs to the training loop, which is in another thread
+        except Exception as error:  # to be raised in the training loop's thread
             self.failure = error
 
     def finish(self) -> None:
-        """Wait for the running save; the error of one that failed stays to be raised."""
+        """Wait for the running save; keep its error, if it failed, to be raised later."""
         thread, self._thread = self._thread, None
         if thread is not None and self._process_id == os.getpid():  # a forked child has no such thread
             thread.join()
@@ -209,12 +210,12 @@ class Background:
         self.raise_failure()
 
     def release_memory(self) -> None:
-        """Free the memory of snapshots, after waiting for the save that writes from it."""
+        """Wait for the save that reads the snapshots' memory, then free it."""
         self.finish()
         self.memory.release()
 
     def raise_failure(self) -> None:
-        """Raise the error of the last save if it failed (not of one that is still being written).
+        """Raise the error of the last save if it has failed, without waiting for a running one.
 
         Raises:
             CheckpointError: it failed; raised once.
@@ -229,7 +230,7 @@ _is_registered = False
 
 
 def _finish_before_world_exit() -> None:
-    """Have running saves finished before the process group is destroyed: they need the other ranks."""
+    """Finish running saves before the process group is destroyed, because they need the other ranks."""
     global _is_registered
     if not _is_registered:
         _is_registered = True
@@ -243,14 +244,14 @@ def _finish_at_world_exit() -> None:
 
 
 def _finish_all() -> list[Exception]:
-    """Wait for all running saves, and return the errors of those saves that nobody has asked about."""
+    """Wait for all running saves, and return the errors that haven't been raised."""
     mine = [background for background in _instances if background._process_id == os.getpid()]
     for background in mine:
         background.finish()
     return [background.failure for background in mine if background.failure is not None]
 
 
-@atexit.register  # early in the program, so late at its exit: the world has been left by then
+@atexit.register  # registered early, so it runs late at the exit, after leaving the world
 def _fail_the_program() -> None:
     failures = _finish_all()
     for failure in failures:

@@ -1,14 +1,15 @@
-"""State dicts as JSON plus tensors, exactly and without pickle; and the only module that reads old pickles.
+"""Exact encoding of state dicts as JSON and tensors without pickle, and restricted reading of old pickles.
 
-A value becomes two things: a *document* of JSON values, and the tensors that it holds, named by where they
-were found. A value that JSON has no type for is an object with the key ``"$"``::
+A value becomes a *document* of JSON values, and its tensors, named by their path. A value without a JSON type is an
+object with the key ``"$"``::
 
     {"step": tensor(3.), "betas": (0.9, float("inf"))}
     -> {"step": {"$": "tensor", "key": "step"},
         "betas": {"$": "tuple", "items": [0.9, {"$": "float", "text": "inf"}]}}
 
-Reading a document imports nothing and calls nothing that the document chose: classes (enum members,
-namedtuples) are looked up among the modules that are already imported, by plain dictionary access.
+Reading a document imports no module and calls no function that the document names. Classes (of enum members,
+namedtuples) are looked up in modules that are already imported, by plain dictionary access. No other module reads old
+pickles.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
 FORMAT: Final = "accelerate-state"
 FORMAT_VERSION: Final = 1
 TAG: Final = "$"
-#: Longer integers pass Python's limit on decimal digits, so they are written in hexadecimal.
+#: Longer integers exceed Python's limit on decimal digits, so they are written in hexadecimal.
 _JSON_INT_BITS: Final = 1024
 
-#: A JSON object that was read, whose readers expect what the writer put there; :func:`decode` reports what isn't.
+#: A JSON object that was read. Its readers expect what the writer put there; :func:`decode` reports what is missing.
 Document: TypeAlias = dict[str, Any]
 _Items: TypeAlias = "list[object] | tuple[object, ...] | AbstractSet[object] | deque[object]"
 _Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 
-#: Types that a ``defaultdict`` may make its missing values with.
+#: Types that may be the default factory of a ``defaultdict``.
 _FACTORY_TYPES: Final[tuple[type, ...]] = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple),
     *(OrderedDict, Counter, deque),
@@ -63,7 +64,7 @@ _FACTORY_NAMES: Final[dict[object, str]] = {kind: name for name, kind in _FACTOR
 
 
 class EncodingError(CheckpointError, TypeError):
-    """The error that a value has no exact form without pickle; the text holds its path."""
+    """The error for a value that can't be encoded exactly without pickle; the text has its path."""
 
 
 def refuse(path: str, value: object, why: str = "") -> EncodingError:
@@ -99,7 +100,7 @@ class Encoded:
 class _Encoder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
-    open: set[int] = field(default_factory=set)  # containers that are being walked: a cycle ends here
+    open: set[int] = field(default_factory=set)  # the containers being encoded, to detect cycles
 
     def encode(self, value: object, path: str, name: str) -> Json:
         if value is None or type(value) is bool or type(value) is str:
@@ -193,7 +194,7 @@ class _Encoder:
         return document
 
     def add_tensor(self, tensor: torch.Tensor, name: str) -> str:
-        """Store a tensor and return its key; one that was met before keeps its first key, so aliases stay aliases."""
+        """Store a tensor and return its key; a tensor stored before keeps its key, so aliases stay aliases."""
         identity = _view_identity(tensor)
         if tensor.numel() and identity in self.seen:
             return self.seen[identity]
@@ -220,7 +221,7 @@ class _Encoder:
         return {TAG: "array", "dtype": dtype, "shape": list(value.shape), "key": key}
 
 
-#: The kinds of tensors that are nothing but their numbers. A pretended run adds those without numbers.
+#: The types of tensors that consist of their values only. A pretended run adds its tensors without values.
 plain_tensors: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter)
 _TEXT: Final = frozenset((str,))
 _PLAIN: Final = frozenset((type(None), bool, str, int, float))
@@ -228,7 +229,7 @@ _NESTED: Final = frozenset((list, dict))
 
 
 def _is_plain(values: Collection[object]) -> TypeGuard[Collection[Json]]:
-    """Return whether JSON holds each of the values as it is; asked once of the many numbers of a random stream."""
+    """Return whether JSON can hold all values unchanged; one check for the many numbers of a random state."""
     if not _PLAIN.issuperset(map(type, values)):
         return False
     for value in values:
@@ -240,10 +241,10 @@ def _is_plain(values: Collection[object]) -> TypeGuard[Collection[Json]]:
 
 
 def encode(value: object, name: str = "state") -> Encoded:
-    """Encode ``value`` as a document and tensors; ``name`` is how an error calls it.
+    """Encode ``value`` as a document and tensors; error messages call it ``name``.
 
     Raises:
-        EncodingError: something in it has no exact form; the text names its path, as ``state['foo'][3]``.
+        EncodingError: a part of it can't be encoded exactly; the text has its path, such as ``state['foo'][3]``.
     """
     encoder = _Encoder()
     try:
@@ -255,7 +256,7 @@ def encode(value: object, name: str = "state") -> Encoded:
 
 def _view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    # Without an address (XLA), a tensor is the same as itself only.
+    # A tensor without an address (XLA) equals only itself.
     return (tensor.device, tensor.data_ptr() or id(tensor), shape, stride, tensor.dtype)
 
 
@@ -298,7 +299,7 @@ def _duration(value: timedelta) -> dict[str, Json]:
     return {"parts": [value.days, value.seconds, value.microseconds]}
 
 
-#: Exact types that are leaves: their tag and the rest of their object.
+#: Exact types of leaves: the tag, and the function that returns the other fields.
 _LEAVES: Final[dict[type, tuple[str, Callable[[Any], dict[str, Json]]]]] = {
     complex: ("complex", lambda value: {"text": [repr(value.real), repr(value.imag)]}),
     bytes: ("bytes", lambda value: {"data": _text(value)}),
@@ -370,7 +371,7 @@ class _Decoder:
 
 
 def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
-    """Return the value written by :func:`encode`; ``tensor_of(key)`` gives tensors that the value may keep.
+    """Return the value that :func:`encode` encoded; the value keeps the tensors that ``tensor_of(key)`` returns.
 
     Raises:
         CheckpointError: the document isn't one that this version can read.
@@ -537,7 +538,7 @@ def open_envelope(content: object, name: str) -> Document:
 
 
 def inlined_tensor(content: Document, key: str) -> torch.Tensor:
-    """Return a tensor whose bytes lie in the JSON file itself."""
+    """Return a tensor whose bytes are in the JSON file itself."""
     entry = content["tensors"][key]
     dtype, data = _dtype(entry["dtype"]), bytearray(_bytes(entry))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -546,7 +547,7 @@ def inlined_tensor(content: Document, key: str) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- pickles
 
-#: The classes that an old checkpoint's pickles may name besides tensors and plain containers: data, never code.
+#: The data classes that an old checkpoint's pickles may name, besides tensors and plain containers; never code.
 _NUMPY_DTYPES: Final = tuple(
     type(np.dtype(code)) for code in ("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U", "S")
 )
@@ -555,7 +556,7 @@ _NUMPY_DTYPES: Final = tuple(
 def _safe_globals() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
     core: Any = np._core if hasattr(np, "_core") else np.core  # type: ignore[attr-defined]  # numpy 1 and 2
     reconstruct, scalar = core.multiarray._reconstruct, core.multiarray.scalar
-    # a file names the module by the address that the numpy which wrote it had
+    # a file has the module path of the numpy version that wrote it
     spelled = [
         (function, f"numpy.{package}.multiarray.{function.__name__}")
         for function in (reconstruct, scalar)
@@ -580,7 +581,7 @@ def read_pickle(
     allow_pickle: bool = False,
     **load_kwargs: Any,
 ) -> Any:
-    """Read the object in an old file through an allow-list of data; ``allow_pickle`` lets code run.
+    """Read the object in an old file through an allow-list of data classes; ``allow_pickle`` lets code run.
 
     Raises:
         CheckpointError: the file is broken, or names something that isn't on the list.
@@ -602,7 +603,7 @@ def read_pickle(
 
 @final
 class _DescribedReader(pickle.Unpickler):
-    """A reader of pickles that may name only the classes of ``allowed``."""
+    """An unpickler that accepts only the classes of ``allowed``."""
 
     def __init__(self, source: IO[bytes], allowed: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__(source)
@@ -620,7 +621,7 @@ class _DescribedReader(pickle.Unpickler):
 def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[str, ...]], name: str = "") -> Any:
     """Read the object in a pickle that may name only the classes of ``allowed``: module -> names.
 
-    ``name`` is how an error calls what is no file.
+    Errors call a source that isn't a path ``name``.
 
     Raises:
         CheckpointError: it is broken, or names something else.
@@ -638,14 +639,14 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
 
 
 def _member(kind: object, name: str) -> object:
-    """Return the member ``name`` of an enumeration, which Python 3.11.0 to 3.11.3 write as ``getattr(kind, name)``."""
+    """Return the member ``name`` of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr(kind, name)``."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"Unsupported attribute {name!r} of {kind!r}")
     return kind.__members__[name]
 
 
 def _attribute(module_name: str, name: str) -> object:
-    """Return the attribute ``name`` of a module that is imported already, without importing anything."""
+    """Return the attribute ``name`` of an already imported module; None if the module isn't imported."""
     module = sys.modules.get(module_name)
     return None if module is None else vars(module).get(name)
 

@@ -1,4 +1,4 @@
-"""Folders of torch's distributed checkpoint: their index and tensors, read without running code."""
+"""Folders of torch's distributed checkpoint (DCP): read their metadata and tensors without running code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .run_state import StateDict
 
 METADATA_NAME: Final = ".metadata"
-#: The classes that the index may name, which describe tensors and their locations in files.
+#: The classes that the metadata may name; they describe tensors and their locations in files.
 DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -44,18 +44,18 @@ DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` is a folder of torch's distributed checkpoint."""
+    """Return whether ``folder`` is a distributed checkpoint of torch."""
     return (folder / METADATA_NAME).is_file()
 
 
 def read_metadata(folder: str | PathLike[str]) -> Metadata:
-    """Read the index of a folder of torch's distributed checkpoint.
+    """Read the metadata of a distributed checkpoint of torch.
 
     Raises:
-        CheckpointNotFound: it is no folder of a distributed checkpoint.
-        CheckpointError: its index can't be read, or names something that could run code.
+        CheckpointNotFound: the folder isn't a distributed checkpoint.
+        CheckpointError: its metadata can't be read, or names something that could run code.
     """
-    import torch.distributed.checkpoint  # whose classes the index may name  # noqa: F401
+    import torch.distributed.checkpoint  # the metadata may name its classes  # noqa: F401
 
     path = Path(folder) / METADATA_NAME
     if not path.is_file():
@@ -79,7 +79,7 @@ def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:
 
 
 def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read the named tensors, whole, into host memory, without a process group."""
+    """Read the named tensors in full into CPU memory, without a process group."""
     shapes = shapes_of(found)
     tensors = {key: torch.empty(shapes[key].shape, dtype=shapes[key].dtype) for key in keys}
     read_into(folder, tensors, alone=True)
@@ -93,7 +93,7 @@ def read_into(folder: str | PathLike[str], state: StateDict, *, alone: bool) -> 
     load: Callable[..., None] = state_dict_loader.load
     options: dict[str, bool] = {"no_dist": alone} if alone else {}
     if alone and "no_dist" not in inspect.signature(load).parameters:
-        load = state_dict_loader.load_state_dict  # in torch 2.6 this older one alone can ignore the process group
+        load = state_dict_loader.load_state_dict  # in torch 2.6, only this older function can ignore the process group
     reader, planner = _load_classes()
     with convert_torch_errors(f"load {folder}"):
         load(state, storage_reader=reader(str(folder)), planner=planner(), **options)
@@ -101,10 +101,10 @@ def read_into(folder: str | PathLike[str], state: StateDict, *, alone: bool) -> 
 
 @contextmanager
 def convert_torch_errors(what: str) -> Iterator[None]:
-    """Convert torch's errors to ours, and silence its warnings about a single process and its own deprecations.
+    """Convert torch's errors to ours; silence its warnings about a single process and about its own deprecations.
 
     Raises:
-        CheckpointError: on every rank, when torch failed on any; torch's own is no Exception at all.
+        CheckpointError: on every rank, if torch failed on any; torch's own error isn't an Exception.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -117,9 +117,9 @@ def convert_torch_errors(what: str) -> Iterator[None]:
             raise CheckpointError(f"can't {what}: {reasons}") from error
 
 
-@cache  # made when first needed: importing torch's part takes half a second
+@cache  # made when first needed: importing torch's module takes half a second
 def _load_classes() -> tuple[type, type]:
-    """Return a reader and a planner as torch's own, except that pickles are read through an allow-list."""
+    """Return torch's reader and planner, changed to read pickles through an allow-list."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.planner import ReadItem
@@ -140,7 +140,7 @@ def _load_classes() -> tuple[type, type]:
                 self.state_dict[read_item.dest_index.fqn] = entry
                 return
             safe = io.BytesIO()
-            write_pickle(entry, safe)  # what has been read is data, so the original may read it in its own way
+            write_pickle(entry, safe)  # this is only data, so torch's planner may unpickle it
             safe.seek(0)
             super().load_bytes(read_item, safe)
 
@@ -148,9 +148,9 @@ def _load_classes() -> tuple[type, type]:
 
 
 def plain_names(found: Metadata) -> dict[str, str]:
-    """Map the keys of the tensors to the names that they have in the model.
+    """Map the keys of the tensors to their names in the model.
 
-    A state dict that was saved as ``{"model": state_dict}`` has ``model.`` in front of every name.
+    If the state dict was saved as ``{"model": state_dict}``, every key begins with ``model.``.
     """
     paths: Mapping[str, tuple[object, ...]] = found.planner_data or {}
     keys = list(shapes_of(found))
@@ -162,7 +162,7 @@ def plain_names(found: Metadata) -> dict[str, str]:
 
 # ----------------------------------------------------------------- merging the weights of shards into one file
 
-#: The bytes of a checkpoint that are in memory while it is merged, unless a single tensor is larger.
+#: The bytes of a checkpoint that a merge holds in memory at once, unless a single tensor is larger.
 _CHUNK_BYTES: Final = 1 << 30
 
 
@@ -174,11 +174,11 @@ def merge_fsdp_weights(
 ) -> str:
     """Merge the weights of a sharded checkpoint into one file in ``output_path``; return the file's path.
 
-    ``checkpoint_dir`` is a folder of torch's distributed checkpoint, or a checkpoint with one, or a folder of
-    safetensors shards with an index. A folder that can't be merged is left as it is.
+    ``checkpoint_dir`` is a distributed checkpoint of torch, a checkpoint that contains one, or a folder of safetensors
+    shards with an index. A folder that can't be merged stays unchanged.
 
     Raises:
-        CheckpointNotFound: it is none of these; the text names folders nearby that are.
+        CheckpointNotFound: it is none of these; the text names subfolders that are.
         CheckpointError: it can't be read, or reading it could run code.
     """
     folder = _shards_in(Path(checkpoint_dir))
@@ -220,7 +220,7 @@ def _merge_distributed(folder: Path, output: Path, safe_serialization: bool) -> 
 
 
 def _first_chunk(waiting: list[str], shapes: Mapping[str, torch.Tensor]) -> list[str]:
-    """Remove from ``waiting`` as many of the first keys as may lie in memory at once, and return them."""
+    """Remove from ``waiting``, and return, the first keys whose tensors fit into memory at once."""
     chunk: list[str] = []
     bytes_left = _CHUNK_BYTES
     while waiting and (not chunk or shapes[waiting[0]].nbytes <= bytes_left):
@@ -230,7 +230,7 @@ def _first_chunk(waiting: list[str], shapes: Mapping[str, torch.Tensor]) -> list
 
 
 def _remove(folder: Path, output: Path) -> None:
-    """Remove the folder of shards, unless the output lies in it."""
+    """Remove the folder of shards; raise CheckpointError if it contains the output."""
     if folder.resolve() in (output.resolve(), *output.resolve().parents):
         raise CheckpointError(f"{folder} is not removed: the merged weights lie in it, in {output}")
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Whether a saved state fits the object that it is loaded into. It is found out before any object is changed."""
+"""Checks that a saved state fits the object to load it into, before any object is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..torch_private.modules import adapts_state
 from .packed_weights import is_statistic, packed_layers
 from .run_state import StateDict
 
-#: The names and shapes of an optimizer's parameters, by group; None: no model has the parameter.
+#: The names and shapes of an optimizer's parameters, by group; the name is None if no model has the parameter.
 OptimizerLayout: TypeAlias = Sequence[Sequence[tuple[str | None, torch.Size]]]
 
 # -------------------------------------------------------------------------------------------------- models
@@ -27,11 +27,11 @@ def require_fit(
     """Return the names missing from ``state`` and its unexpected names.
 
     Args:
-        own: the live tensors by name, or others of their shapes; a tied tensor may come under one of its names.
-        packed: the names of weights whose bits may be laid out in another shape.
+        own: the live tensors by name, or tensors of their shapes; for a tied tensor one name is enough.
+        packed: the names of weights whose packed bits may have another shape.
 
     Raises:
-        RuntimeError: with ``strict``, for such names; in any case for a tensor of another shape.
+        RuntimeError: with ``strict``, for such names; always for a tensor of another shape.
     """
     filled = {id(own[name]) for name in state if name in own}
     missing = [name for name, value in own.items() if id(value) not in filled and not is_statistic(name)]
@@ -49,7 +49,7 @@ def require_fit(
 
 
 def listed(what: str, names: Sequence[object]) -> str:
-    """Return the first of ``names`` as a sentence; "" without names."""
+    """Format the first five ``names`` as a sentence; "" without names."""
     return f" {what} {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}." if names else ""
 
 
@@ -64,7 +64,7 @@ def _shape(value: object) -> list[int]:
 
 
 def check_module(model: torch.nn.Module, state: StateDict, *, strict: bool) -> None:
-    """Raise what ``model.load_state_dict(state)`` would raise, and leave the model as it is.
+    """Raise what ``model.load_state_dict(state)`` would raise, without changing the model.
 
     Raises:
         RuntimeError: names or shapes don't fit.
@@ -76,13 +76,13 @@ def check_module(model: torch.nn.Module, state: StateDict, *, strict: bool) -> N
     except RuntimeError:
         if packed or any(map(is_lazy, own.values())):
             raise
-        with _put_back(model):  # a module may have hooks that rename, or a way to load of its own: it is asked
+        with _put_back(model):  # hooks of the module may rename, or it may load in its own way, so try it
             model.load_state_dict(state, strict=strict)
 
 
 @contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[None]:
-    """Enter a context after which ``model`` has its parameters and buffers, and these their values, of before."""
+    """Enter a context that restores the parameters and buffers of ``model``, and their values, at its end."""
     tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     entries = [dict(table) for table in tables]
     live = {id(one): one for one in chain(model.parameters(), model.buffers()) if not one.is_meta}.values()
@@ -99,8 +99,8 @@ def _put_back(model: torch.nn.Module) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------- optimizers
 #
-# ``optimizer.state_dict()`` knows parameters by their numbers, and a model may come with its modules in another order.
-# So the names are saved with it, and what is read is brought into the order of the live parameters.
+# ``optimizer.state_dict()`` identifies parameters by number, and a model may have its modules in another order later.
+# So the names are saved with it, and a load reorders the state to match the live parameters.
 
 PARAMETER_NAMES: Final = "param_names"
 #: The entries of torch's own optimizers that have the shape of their parameter.
@@ -111,7 +111,7 @@ _LIKE_PARAMETER: Final = frozenset(
     )
 )
 
-#: What groups have besides the optimizer's settings: parameters, and what torch's schedulers keep there.
+#: The entries of groups that aren't the optimizer's settings: parameters, and what torch's schedulers keep there.
 _NOT_OF_OPTIMIZER: Final = frozenset(
     ("params", PARAMETER_NAMES, "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
@@ -128,7 +128,7 @@ def with_names(state: StateDict, layout: OptimizerLayout) -> StateDict:
 def by_name(
     state: StateDict, layout: OptimizerLayout, optimizer: object, known: Container[str], what: str
 ) -> tuple[StateDict, str]:
-    """Return the saved ``state`` in the order of the live parameters, and a remark; "" where there is none to make.
+    """Return the saved ``state`` in the order of the live parameters, and a remark (or "").
 
     Args:
         layout: of the live parameters.
@@ -136,7 +136,7 @@ def by_name(
         what: the optimizer, in errors and remarks.
 
     Raises:
-        CheckpointError: it is the state of other parameters.
+        CheckpointError: the state is that of other parameters.
     """
     if not _is_numbered(state):
         return state, ""
@@ -174,7 +174,7 @@ def by_name(
 
 
 def other_parameters(what: str, saved: Iterable[object], live: Iterable[object]) -> str:
-    """Return the message that an optimizer trained others of the models' parameters than now."""
+    """Return the error message for an optimizer that trains other parameters than when it was saved."""
     saved, live = set(saved), set(live)
     gone, new = sorted(map(str, saved - live)), sorted(map(str, live - saved))
     parts = [f"it trained {listed('', gone).strip(' .')} then"] * bool(gone)
@@ -186,10 +186,10 @@ def other_parameters(what: str, saved: Iterable[object], live: Iterable[object])
 
 
 def check_entry(name: str, key: object, shape: Sequence[int], own: Sequence[int], what: str) -> None:
-    """Raise unless the saved tensor ``key`` of a parameter's state has the parameter's shape, if it should.
+    """Raise if the saved tensor ``key`` of a parameter's state should have the parameter's shape but hasn't.
 
     Raises:
-        CheckpointError: it has another.
+        CheckpointError: it has another shape.
     """
     if key in _LIKE_PARAMETER and len(shape) and list(shape) != list(own):
         raise CheckpointError(
@@ -202,7 +202,7 @@ def check_groups(saved: Sequence[Sequence[str]], live: Sequence[Sequence[str | N
     """Raise if the saved and the live parameter groups combine different parameters.
 
     Raises:
-        CheckpointError: with two such parameters.
+        CheckpointError: the text names two such parameters.
     """
     group_of = {name: set(names) for names in saved for name in names}
     for names in live:
@@ -217,12 +217,13 @@ def check_groups(saved: Sequence[Sequence[str]], live: Sequence[Sequence[str | N
 
 
 def check_settings(groups: Iterable[Iterable[str]], optimizer: object, what: str) -> None:
-    """Raise where the names of the groups' settings are those of another kind of optimizer.
+    """Raise if the names of the groups' settings are those of another kind of optimizer.
 
-    Releases of torch add some, and so do schedulers: only what is there alone and what is here alone tell together.
+    New releases of torch add settings, and so do schedulers. So it raises only if each side has settings that the other
+    lacks.
 
     Raises:
-        CheckpointError: with these names.
+        CheckpointError: the text lists these settings.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
@@ -247,7 +248,7 @@ def _check_shapes(state: Mapping[object, object], live: Sequence[tuple[str | Non
 
 
 def _is_numbered(state: object) -> bool:
-    """Return whether ``state`` is of the form of torch's own state dicts of optimizers."""
+    """Return whether ``state`` has the format of torch's optimizer state dicts."""
     if not isinstance(state, Mapping):
         return False
     groups, states = state.get("param_groups"), state.get("state")
@@ -269,7 +270,7 @@ def _in_order(
         first = sum(map(len, live[:position]))
         group = settings[names[0]] if names else state["param_groups"][position]
         groups.append({**group, "params": list(range(first, first + len(names)))})
-        groups[-1].pop("param_names", None)  # torch's own: those of the live group stay
+        groups[-1].pop("param_names", None)  # torch's own entry: the live group keeps its names
         for number, name in enumerate(names, start=first):
             if numbers[name] in state["state"]:
                 states[number] = state["state"][numbers[name]]

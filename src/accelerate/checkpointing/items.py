@@ -1,7 +1,7 @@
-"""The items of a checkpoint, taken from live objects: written right away, from a snapshot, or added by a late rank.
+"""The items of a checkpoint, taken from live objects: written at once, from a snapshot, or by a late rank.
 
-An item is a value and the way in which it is written. A snapshot copies the tensors of items into memory that nobody
-else changes; the files that are written from the copies are the same, byte for byte.
+An item is a value and the way to write it. A snapshot copies the tensors of items into memory that nobody else changes;
+files written from the copies are the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from .weights import Selection, check_weights, shared_names, write_weights
 
 
 class CheckpointItem(ABC):
-    """One piece of state of a checkpoint, which becomes one or a few files."""
+    """One piece of state of a checkpoint, written as one or a few files."""
 
     @abstractmethod
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the tensors that have to be copied for a snapshot of the item."""
+        """Return the tensors to copy for a snapshot of the item."""
 
     @abstractmethod
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Write from ``copies``, found by the originals' id, from now on, so that the originals may change."""
+        """Use ``copies``, by the id of the originals, from now on, so that the originals may change."""
 
     @abstractmethod
     def write(self, create: Create) -> None:
@@ -79,7 +79,7 @@ class WeightsItem(CheckpointItem):
         self._index = index
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the tensors of the state dict; one with several names once."""
+        """Return the tensors of the state dict, tied ones once."""
         return [tensor for name, tensor in self._state.items() if name not in self._first]
 
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class WeightsItem(CheckpointItem):
 
 @final
 class StateItem(CheckpointItem):
-    """A state dict as a JSON document and tensors, in ``folder`` of the checkpoint (with a slash)."""
+    """A state dict as a JSON document and tensors, in the subfolder ``folder`` (with a slash) of the checkpoint."""
 
     def __init__(self, stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> None:
         self._stem = stem
@@ -111,7 +111,7 @@ class StateItem(CheckpointItem):
         self._encoded = Encoded(self._encoded.document, tensors)
 
     def write(self, create: Create) -> None:
-        """Write ``{stem}.json``, and ``{stem}.safetensors`` where the tensors lie beside it."""
+        """Write ``{stem}.json``, and ``{stem}.safetensors`` if the tensors are in a file of their own."""
         write_encoded(create, self._stem, self._encoded, beside=self._beside, folder=self._folder)
 
 
@@ -123,7 +123,7 @@ class PickledItem(CheckpointItem):
         self._write = write
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return no tensors: the snapshot is that of whole files."""
+        """Return no tensors, because a snapshot holds the bytes of the files."""
         return ()
 
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
@@ -140,7 +140,7 @@ class PickledItem(CheckpointItem):
         self._write = lambda create: _write_files(create, files)
 
     def write(self, create: Create) -> None:
-        """Write the files: by the function, or the bytes of the snapshot."""
+        """Write the files, with the function or from the snapshot's bytes."""
         self._write(create)
 
 
@@ -152,17 +152,17 @@ def _write_files(create: Create, files: Iterable[tuple[str, bool, bytes]]) -> No
 
 @final
 class DeferredItem(CheckpointItem):
-    """Files that a strategy's own function writes later, from its own copies of the values."""
+    """Files that a strategy's function writes later, from its own copies of the values."""
 
     def __init__(self, write: Callable[[], object]) -> None:
         self._write = write
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return no tensors: the function has copies of its own."""
+        """Return no tensors, because the function has its own copies."""
         return ()
 
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Do nothing: the function has copies of its own."""
+        """Do nothing, because the function has its own copies."""
 
     def write(self, create: Create) -> None:
         """Run the function."""
@@ -175,7 +175,7 @@ class DeferredItem(CheckpointItem):
 @dataclass
 @final
 class RunItems:
-    """The items of a run. States of loaders are taken once, when the first item needs them, and so are gradients."""
+    """The items of a run. Loaders' states and gradients are read once, when an item first needs them."""
 
     run: RunState
     parts: StrategyState
@@ -223,7 +223,7 @@ class RunItems:
 
     @cached_property
     def buffers(self) -> list[dict[str, torch.Tensor]]:
-        """The buffers of each model that other ranks may have with other values."""
+        """The buffers of each model whose values may differ between ranks."""
         access, select = self.run.strategy.access, self.selection
         return [
             {}
@@ -233,7 +233,7 @@ class RunItems:
         ]
 
     def differing_buffers(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-        """Return the :attr:`buffers` that differ between the ranks having them; a collective."""
+        """Return the :attr:`buffers` whose values differ between ranks; a collective."""
         if ranks.size == 1:
             return []
         digests = [
@@ -248,10 +248,10 @@ class RunItems:
         return [{name: one for name, one in buffers.items() if next(names)[0] in differ} for buffers in self.buffers]
 
     def of_rank(self, rank: int, buffers: Sequence[Mapping[str, torch.Tensor]]) -> list[CheckpointItem]:
-        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window.
+        """Return this rank's items: random streams, its part of loaders' states, gradients of an open window, buffers.
 
         Args:
-            buffers: those of each model that this rank has of its own.
+            buffers: this rank's own buffers of each model.
         """
         streams = capture_rng_states(self.run.step)
         value: dict[str, object] = to_classic_streams(streams) if self.run.is_classic else {"streams": streams}
@@ -261,7 +261,7 @@ class RunItems:
         items = [self._item(RANDOM, value, rank, "random streams")]
         folder = folder_of_rank(rank, self.run.num_ranks)
         more = (GRADIENTS, self.window, "gradients"), (BUFFERS, list(buffers) if any(buffers) else None, "buffers")
-        for state_files, own, what in more:  # never pickles: the classic format of other programs has no names for them
+        for state_files, own, what in more:  # never pickles: other programs' classic format has no names for these
             if own is not None:
                 items.append(StateItem(state_files.name(rank), encode(own, what), beside=True, folder=folder))
         return items
@@ -278,11 +278,11 @@ class RunItems:
 
     @cached_property
     def window(self) -> Mapping[str, object] | None:
-        """The gradients of this rank, if the run is saved between two updates."""
+        """This rank's gradients, if the run is saved between two optimizer updates."""
         return None if self.run.open_window is None else self.run.open_window.state_dict()
 
     def updates(self) -> list[int]:
-        """Return the number of updates of each optimizer; 0 if it isn't counted."""
+        """Return the number of updates of each optimizer; 0 if it doesn't count them."""
         return [getattr(optimizer, "num_updates", 0) for optimizer in self.run.optimizers]
 
     def epoch(self) -> int | None:
@@ -307,11 +307,11 @@ def _digest(data: bytes | memoryview) -> int:
 
 # ------------------------------------------------------------------------------------------ of a late rank
 #
-# Added to a checkpoint which the main process has saved alone and committed. The files come first and the manifest,
-# which then lists them, last, each whole or not at all: whatever is killed, the checkpoint stays valid. Nothing is
-# added to a checkpoint that is gone or has been replaced meanwhile.
+# A late rank adds items to a checkpoint that the main process has saved alone and committed. It writes the files first
+# and the manifest that lists them last, each atomically, so the checkpoint stays valid if a process is killed. It adds
+# nothing to a checkpoint that has been removed or replaced meanwhile.
 
-#: In a manifest's details: the ranks whose own items are not in the checkpoint.
+#: In a manifest's details: the ranks whose own items the checkpoint lacks.
 ABSENT_RANKS: Final = "absent_ranks"
 
 
@@ -329,7 +329,7 @@ class AddedItems:
         self.items: list[CheckpointItem] = []
 
     def add(self) -> None:
-        """Wait until the main process has committed, and add the files.
+        """Wait until the main process has committed, then add the files.
 
         Raises:
             CheckpointError: the main process couldn't save, or these items couldn't be written.
@@ -371,7 +371,7 @@ def _write_into(storage: Storage, name: str, data: bytes) -> None:
     for parent in parents:
         storage = storage.child(parent)
         if isinstance(storage, LocalStorage):
-            storage.path.mkdir(exist_ok=True)  # not the checkpoint's own folder: one that was removed stays so
+            storage.path.mkdir(exist_ok=True)  # not the checkpoint's own folder: if it was removed, it stays removed
     storage.write(leaf, data)
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's state and their names, in the safe format and in the classic one.
+"""The file names of a checkpoint's state, in the safe and in the classic format.
 
 | state | safe | classic |
 |---|---|---|
@@ -8,12 +8,12 @@
 | gradient scaler | `scaler.json` | `scaler.pt` |
 | random streams of a rank | `random_states_{rank}.json` | `random_states_{rank}.pkl` |
 | gradients of a rank in an open window | `gradients_{rank}.safetensors` + `.json` | the same |
-| buffers of a rank, where ranks have others | `buffers_{rank}.safetensors` + `.json` | the same |
+| buffers of a rank, if they differ between ranks | `buffers_{rank}.safetensors` + `.json` | the same |
 | registered object | `custom_checkpoint_{i}.safetensors` + `.json` | `custom_checkpoint_{i}.pkl` |
 
-Further objects of a kind add `_1`, `_2`, ... to the stem. Of more than 1,024 ranks, what each rank has of its own lies
-in folders of a thousand ranks each, `ranks_00000/`, `ranks_01000/`, ...; but not in the classic format, which other
-programs read.
+Further objects of a kind add `_1`, `_2`, ... to the stem. With more than 1,024 ranks, the files of each rank are in
+folders of a thousand ranks, `ranks_00000/`, `ranks_01000/`, ...; but not in the classic format, which other programs
+read.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .storage import inside
 from .store import Create
 from .tensor_files import open_tensors, write_tensors
 
-#: State that is larger than this never goes into a JSON file itself.
+#: Tensors larger than this in total are never stored inside a JSON file.
 INLINE_LIMIT_BYTES: Final = 16 << 20
-#: The files of more ranks lie in folders by thousand: no file system likes tens of thousands of files in one.
+#: With more ranks, their files are in folders by thousand, because file systems are slow with tens of thousands in one.
 MAX_RANKS: Final = 1024
 _RANKS_IN_FOLDER: Final = 1000
 
 
 def folder_of_rank(rank: int, num_ranks: int) -> str:
-    """Return the folder, with a slash, of the files that ``rank`` of ``num_ranks`` has of its own; empty for few."""
+    """Return the folder (with a slash) of the own files of ``rank`` of ``num_ranks``; empty for few ranks."""
     return "" if num_ranks <= MAX_RANKS else _numbered_folder(rank)
 
 
@@ -52,10 +52,11 @@ def _numbered_folder(rank: int) -> str:
 
 
 def write_state(create: Create, stem: str, value: object, *, name: str, beside: bool) -> None:
-    """Write ``value`` to ``{stem}.json``, its tensors with it, or with ``beside`` to ``{stem}.safetensors``.
+    """Write ``value`` to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``.
 
     Raises:
-        EncodingError: part of the value has no form without pickle; the text begins with its path under ``name``.
+        EncodingError: a part of the value can't be encoded without pickle; the text begins with its path under
+            ``name``.
     """
     encoded = encode(value, name)
     write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
@@ -65,7 +66,7 @@ def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool, 
     """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``.
 
     Args:
-        folder: where, with a slash; empty for the checkpoint itself.
+        folder: the subfolder, with a slash; empty for the checkpoint itself.
     """
     tensor_file = f"{stem}.safetensors"
     content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
@@ -77,11 +78,11 @@ def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool, 
 
 
 def read_state(folder: Path, stem: str) -> Any:
-    """Read the value in ``{stem}.json``; its tensors are in host memory of their own.
+    """Read the value in ``{stem}.json``; its tensors own their CPU memory.
 
     Raises:
         CheckpointNotFound: there is no such file.
-        CheckpointError: it isn't one that this version can read.
+        CheckpointError: this version can't read it.
     """
     path = folder / f"{stem}.json"
     try:
@@ -105,7 +106,7 @@ def read_state(folder: Path, stem: str) -> Any:
 @dataclass(frozen=True)
 @final
 class StateFiles:
-    """The file names of one kind of state, and whether its tensors get a file of their own."""
+    """The file names of one kind of state, and whether its tensors have a file of their own."""
 
     stem: str
     classic_stem: str
@@ -126,7 +127,7 @@ class StateFiles:
         return f"{self.classic_stem}{self._suffix(number)}.{self.classic_extension}"
 
     def write_pickle(self, create: Create, value: object, number: int = 0) -> None:
-        """Write the state of object ``number`` into its classic file."""
+        """Write the state of object ``number`` to its classic file."""
         with create(self.classic_name(number), pickle=True) as file:
             write_pickle(value, file)
 
@@ -135,7 +136,7 @@ class StateFiles:
         return any((folder / name).is_file() for name in self.possible_names(number))
 
     def possible_names(self, number: int = 0) -> tuple[str, ...]:
-        """Return all names, seen from the checkpoint, that the first file of object (or rank) ``number`` may have."""
+        """Return all possible paths, relative to the checkpoint, of the first file of object (or rank) ``number``."""
         name = f"{self.name(number)}.json"
         by_thousand = (f"{_numbered_folder(number)}{name}",) if self.is_of_rank else ()
         return (name, self.classic_name(number), *by_thousand)
@@ -171,9 +172,9 @@ CUSTOM: Final = StateFiles(
     CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True
 )
 
-#: In the details of a manifest: gradients of an open window are a part of the checkpoint.
+#: In the details of a manifest: the checkpoint includes gradients of an open window.
 OPEN_WINDOW: Final = "open_window"
-#: In the details of a manifest that one rank wrote: all ranks had the same seed, so that their streams are in step.
+#: In the details of a manifest that one rank wrote: all ranks had the same seed, so their streams are equal.
 STREAMS_ALIKE: Final = "streams_alike"
 
 # ----------------------------------------------------------------- random streams under their classic names
@@ -186,7 +187,7 @@ _CLASSIC_HOST_STREAMS: Final = {
 
 
 def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, object]:
-    """Convert random streams to their classic names, in the shapes that ``random`` and ``numpy`` take back."""
+    """Convert random streams to their classic names, in the form that ``random`` and ``numpy`` accept."""
     classic: dict[str, Any] = {}
     for name, state in streams.items():
         if name == "python":
@@ -205,7 +206,7 @@ def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, object]:
 
 
 def from_classic_streams(classic: Mapping[str, Any]) -> StateDict:
-    """Convert the random streams of a classic file to today's names."""
+    """Convert the random streams of a classic file to the current names."""
     streams: dict[str, Any] = {}
     for name, state in classic.items():
         known = _CLASSIC_HOST_STREAMS.get(name)
@@ -231,10 +232,10 @@ def holds_engine_state(folder: Path, index: int = 0) -> bool:
 
 
 def read_engine_weights(folder: Path, index: int = 0, *, trusted: bool = False) -> StateDict:
-    """Read the full-precision weights of model ``index``, out of the shards of all ranks.
+    """Read the full-precision weights of model ``index`` from DeepSpeed's shards of all ranks.
 
     Args:
-        trusted: DeepSpeed's files are pickles, which can run code when they are read.
+        trusted: whether to read DeepSpeed's files, which are pickles and can run code.
 
     Raises:
         CheckpointError: they are not trusted.

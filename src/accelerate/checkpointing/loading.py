@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
-#: Notes that nobody has to act on: each is logged once in a run.
+#: Notes that need no action; each is logged once per run.
 _minor_notes_of_run: set[str] = set()
 _MAP_LOCATIONS: Final = (None, "cpu", "on_device")
 
@@ -68,13 +68,13 @@ class LoadedCheckpoint:
     """The result of loading: the checkpoint, its manifest, and notes on state not restored exactly.
 
     Attributes:
-        folder: its address.
-        step: the step that was saved with it; None when none was.
-        manifest: what was saved; None for a folder of another program.
-        skipped: newer checkpoints that can't be loaded, each with the reason.
+        folder: the checkpoint's path or URL.
+        step: the step that was saved with it; None if none was saved.
+        manifest: its manifest; None for a folder of another program.
+        skipped: newer checkpoints that can't be loaded, with the reasons.
         notes: state that could not be restored exactly, and changes since the save.
-        had_open_window: it was saved between two updates, with the gradients of the micro-batches so far.
-        window: those gradients, of this rank; or, where another number of ranks saved, of all on the main process.
+        had_open_window: it was saved between two optimizer updates, with the gradients of the micro-batches so far.
+        window: those gradients of this rank; if another number of ranks saved, those of all ranks, on the main process.
     """
 
     folder: str
@@ -109,7 +109,7 @@ class LoadOptions:
     Attributes:
         map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
         load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
-        model_only: only the models are loaded, whatever else the checkpoint holds.
+        model_only: load only the models, whatever else the checkpoint holds.
         of_models: for ``model.load_state_dict``: ``strict``, ``assign``.
     """
 
@@ -127,7 +127,7 @@ class LoadOptions:
         model_only: bool = False,
         **of_models: object,
     ) -> LoadOptions:
-        """Sort named arguments: those that are none of the fields are for ``model.load_state_dict``."""
+        """Make the options from named arguments; those that aren't fields are for ``model.load_state_dict``."""
         if isinstance(map_location, str) and map_location not in _MAP_LOCATIONS:
             raise TypeError(f"map_location={map_location!r}: expected None, 'cpu' or 'on_device'")
         return cls(map_location, load_kwargs, model_only, of_models)
@@ -144,12 +144,12 @@ def load_run(
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the objects of the run; a collective.
 
-    Without ``input_dir`` it is the newest valid checkpoint of the project's series; newer ones that can't be loaded
-    are named, with the reason, in the result and in one warning.
+    Without ``input_dir``, load the newest valid checkpoint of the project's series. The result and one warning name
+    newer ones that can't be loaded, with the reasons.
 
     Raises:
-        CheckpointNotFound: nothing is there to load.
-        CheckpointError: on every rank, when any rank failed.
+        CheckpointNotFound: there is nothing to load.
+        CheckpointError: on every rank, if any rank failed.
     """
     store, found = _find(input_dir, Ranks(run.world), run.project)
     return Loading(found, store, run, options or LoadOptions()).load()
@@ -158,13 +158,13 @@ def load_run(
 def resume_run(
     run: RunState, root: str | PathLike[str] | None = None, options: LoadOptions | None = None
 ) -> LoadedCheckpoint | None:
-    """Load the newest valid checkpoint in ``root`` as :func:`load_run` does; return None where the run is new.
+    """Load the newest valid checkpoint in ``root`` as :func:`load_run` does; return None for a new run.
 
-    ``root`` may be a folder of checkpoints, numbered or not, or one checkpoint; without it, it is the project's
-    series. Saves that never finished don't count: a run that was killed during its first save starts anew.
+    ``root`` is a folder of checkpoints, numbered or not, or one checkpoint; by default the project's series. Unfinished
+    saves don't count: a run that was killed during its first save starts from the beginning.
 
     Raises:
-        CheckpointError: there are checkpoints, and not one is whole: a fresh start would hide that.
+        CheckpointError: there are checkpoints, but none is valid; a fresh start would hide that.
     """
     if root is None and run.project.project_dir is None:
         raise CheckpointNotFound(
@@ -204,8 +204,9 @@ def resume_checkpoint(
     project: ProjectOptions | None = None,
     **objects: Any,
 ) -> LoadedCheckpoint | None:
-    """Load the newest valid checkpoint in ``root``, as :func:`resume_run` does, into objects as for
-    :func:`read_checkpoint`.
+    """Load the newest valid checkpoint in ``root`` into the given objects, as :func:`resume_run` does.
+
+    The arguments are those of :func:`read_checkpoint`.
     """
     run, options = _named(world, project, objects)
     return resume_run(run, root, options)
@@ -252,10 +253,10 @@ def _broadcast_addresses(found: Iterable[tuple[object, Storage]], ranks: Ranks) 
 
 
 def find_newest(root: str | PathLike[str], world: World | None = None) -> LoadedCheckpoint | None:
-    """Return the newest checkpoint in ``root`` that is whole on every rank; None when ``root`` has none at all.
+    """Return the newest checkpoint in ``root`` that is valid on every rank; None if ``root`` has no checkpoints.
 
     Raises:
-        CheckpointError: there are some, and not one is whole; the text says why, one by one.
+        CheckpointError: there are checkpoints, but none is valid; the text gives the reason for each.
     """
     ranks = Ranks(world)
     located = _newest(_candidates(root, ranks), ranks, where=str(root))
@@ -272,7 +273,7 @@ def _candidates(root: str | PathLike[str] | Storage, ranks: Ranks) -> list[str]:
     try:
         if ranks.is_main:
             found = list_committed(root)
-    except Exception as problem:  # a network's errors have many names; raised again on every rank
+    except Exception as problem:  # network errors have many types; raised again on every rank
         error = problem
     ranks.agree(error, f"look for checkpoints in {root}")
     return _broadcast_addresses(found, ranks)
@@ -300,7 +301,7 @@ def _newest(addresses: Iterable[str], ranks: Ranks, *, where: str) -> tuple[Stor
 
 
 def _is_foreign(store: Store) -> bool:
-    """Return whether another program saved the folder: no manifest, and none of the files that only we write."""
+    """Return whether another program saved the folder: it has no manifest, and no files that only we write."""
     folder = store.readable
     try:
         managed = store.manifest() is not None
@@ -342,17 +343,17 @@ class Loading:
         self.access: sharded.StateAccess = self.run.strategy.access
         self._loads: list[tuple[Callable[[], object], Iterable[str]]] = []
         self._files = ExitStack()
-        self._minor: set[str] = set()  # the notes that nobody has to act on
+        self._minor: set[str] = set()  # the notes that need no action
 
     def load(self) -> LoadedCheckpoint:
-        """Load the checkpoint into all objects, once it fits all of them; on an error on any rank, raise on all."""
+        """Load the checkpoint into all objects, if it fits all of them; an error on any rank raises on all."""
         try:
             with ExitStack() as self._files:
                 for phase in (self._read, self._load):
                     error: Exception | None = None
                     try:
                         phase()
-                    except Exception as problem:  # raised again below, once the other ranks know of it
+                    except Exception as problem:  # raised again below, after the other ranks have been told
                         error = problem
                     self.ranks.agree(error, f"load {self.found.folder}")
         finally:
@@ -362,7 +363,7 @@ class Loading:
         return self.found
 
     def _read(self) -> None:
-        """Read the states, and check them; no object but what a hook loads is changed."""
+        """Read and check the states, without changing any object; only hooks may load here."""
         run, folder, model_only = self.run, self.store.readable, self.options.model_only
         optimizers = run.strategy.restorable(run.optimizers)
         has_more = bool(optimizers or run.schedulers or run.custom_objects or run.scaler)
@@ -385,7 +386,7 @@ class Loading:
             self._read_gradients(folder)
 
     def _require_prepared(self, folder: Path) -> None:
-        """Raise where nothing would be loaded because nothing is prepared; hooks may load models themselves."""
+        """Raise CheckpointError if no object is prepared to load into; hooks may load models themselves."""
         run = self.run
         if run.models or run.load_hooks or not _holds_model(folder):
             return
@@ -404,16 +405,16 @@ class Loading:
         shown = f"Loading {self.store.readable.name}"
         with ByteProgress(shown, sum(sizes.values()), shown=self.ranks.is_main) as progress:
             while self._loads:
-                load, files = self._loads.pop(0)  # which lets go of the state once it is loaded
+                load, files = self._loads.pop(0)  # frees the state once it is loaded
                 load()
                 progress.advance(sum([sizes.get(name, 0) for name in files]))
 
     def _later(self, load: Callable[[], object], files: Iterable[str] = ()) -> None:
-        """Have ``load()`` called, for the content of ``files``, once everything is known to fit on every rank."""
+        """Call ``load()``, for the content of ``files``, after all states have been checked on every rank."""
         self._loads.append((load, files))
 
     def _read_model(self, model: torch.nn.Module, folder: Path, index: int) -> None:
-        """Read the weights of ``model``, in whatever form they lie in ``folder``."""
+        """Read the weights of ``model`` from ``folder``, in any format."""
         access, options, of_pickles = self.access, self.options.of_models, self.options.of_pickles
         restore = access.restorer(model, folder, index, model_only=self.options.model_only, **options)
         if restore is not None:
@@ -440,7 +441,7 @@ class Loading:
         self._later(loader_of(target, state, source, may_lack=may_lack, **options), files)
 
     def _read_buffers(self, folder: Path) -> None:
-        """Read the buffers that this rank had of its own; the weights hold those of the first rank."""
+        """Read this rank's own buffers; the weights contain those of the first rank."""
         manifest, rank = self.manifest, self.ranks.rank
         if manifest is None or not any(name.rpartition("/")[2].startswith("buffers_") for name in manifest.files):
             return
@@ -484,7 +485,7 @@ class Loading:
         setattr(optimizer, "num_updates", self._num_updates(number, optimizer))  # noqa: B010
 
     def _note_unclaimed(self, folder: Path) -> None:
-        """Note the optimizers and schedulers that the checkpoint holds and nothing here takes."""
+        """Note optimizers and schedulers in the checkpoint for which none is prepared here."""
         prepared = len(self.run.optimizers)
         num_optimizers = prepared
         while OPTIMIZER.holds(folder, num_optimizers) or sharded.is_sharded(
@@ -503,7 +504,7 @@ class Loading:
                 )
 
     def _num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> int:
-        """Return the updates before this checkpoint: those it tells, else those that the optimizer's state counts."""
+        """Return the updates before this checkpoint: as the manifest says, else as the optimizer's state counts."""
         counts = self.details.get(OPTIMIZER_UPDATES)
         told = counts[number] if isinstance(counts, list) and number < len(counts) else self.details.get("updates")
         if isinstance(told, int):
@@ -534,10 +535,10 @@ class Loading:
                 self._later(partial(obj.load_state_dict, state))
 
     def _read_own(self, folder: Path) -> None:
-        """Read the states of loaders, with this rank's own part of them, and its random streams."""
+        """Read the states of loaders, with this rank's part, and this rank's random streams."""
         found, rank, of_pickles = self.found, self.ranks.rank, self.options.of_pickles
         own: dict[str, Any] = {}
-        if rank not in self.absent and RANDOM.holds(folder, rank):  # else left by a late rank that was killed
+        if rank not in self.absent and RANDOM.holds(folder, rank):  # else a killed late rank left them
             own = _streams_of(folder, rank, of_pickles)
         for number, loader in enumerate(self.run.dataloaders):
             if not LOADER.holds(folder, number):
@@ -559,7 +560,7 @@ class Loading:
             first = of_main["streams"]
             found.step = int(first.get("step", found.step or 0))
             if self.details.get(STREAMS_ALIKE):
-                self._later(partial(restore_rng_states, first))  # as the saved run's ranks, it draws what rank 0 draws
+                self._later(partial(restore_rng_states, first))  # as in the saved run, all ranks draw the same
             else:
                 self._later(partial(set_seed, zlib.crc32(raw_bytes(first["torch"])) ^ rank))
             self._note_derived(folder, has_positions=_has_positions_of_ranks(of_main))
@@ -568,7 +569,7 @@ class Loading:
         self.found.notes += [f"random stream not restored: {missed}" for missed in restore_rng_states(streams)]
 
     def _read_gradients(self, folder: Path) -> None:
-        """Read the gradients of a window that was open, to be given to the models once its position is known."""
+        """Read the gradients of an open window; the models get them later, once the position is known."""
         window, manifest, ranks = self.run.open_window, self.manifest, self.ranks
         if window is None or manifest is None or not self.details.get(OPEN_WINDOW):
             return
@@ -580,10 +581,10 @@ class Loading:
             self.found.window = next(states) if is_same else window.joined(states)
 
     def _note_derived(self, folder: Path, *, has_positions: bool) -> None:
-        """Note that this rank's streams are derived, in equal words on all such ranks, to log it once.
+        """Note that this rank's random streams are derived, with the same text on all such ranks, to log it once.
 
-        It is no warning where the main process saved alone and no loader has a position in a rank: the script decides
-        who saves, and only random streams differ.
+        It is logged as info if the main process saved alone and no loader keeps a position per rank, because then only
+        random streams differ.
         """
         if self.ranks.rank in self.absent:
             own = by_number(self.absent, "its own", "their own")
@@ -617,7 +618,7 @@ class Loading:
 
 
 def _has_positions_of_ranks(of_main: Mapping[str, Any]) -> bool:
-    """Return whether a loader keeps more of each rank than random streams."""
+    """Return whether a loader keeps more state per rank than random streams."""
     return any(set(part or ()) - {"rank", "workers", "ahead"} for part in of_main.get("loaders") or ())
 
 
@@ -634,7 +635,7 @@ def _count(state_files: StateFiles, folder: Path) -> int:
 
 
 def _count_listed(state_files: StateFiles, names: Container[str]) -> int:
-    """Return how many of ``state_files`` are among ``names``: a question to no file system for each rank."""
+    """Return how many of ``state_files`` are among ``names``, without a file system request per rank."""
     number = 0
     while any(name in names for name in state_files.possible_names(number)):
         number += 1
@@ -658,7 +659,7 @@ def load_accelerator_state(
     load_kwargs: Mapping[str, object] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, int]:
-    """Load ``input_dir`` into the objects; return ``{"step": n}``, the step that the Accelerator resumes at."""
+    """Load ``input_dir`` into the objects; return ``{"step": n}``, the step to resume at (empty without one)."""
     world = current_world()
     if world is not None and process_index != world.rank:
         raise CheckpointError(

@@ -1,9 +1,8 @@
-"""The manifest, which lists a checkpoint's files with sizes and checksums; its presence makes a folder a checkpoint.
+"""The manifest, which lists a checkpoint's files with sizes and checksums; a folder with one is a checkpoint.
 
-Sizes and CRC-32 sums catch what disks, copies and crashes do to files. CRC-32 because it is the fastest sum of
-the standard library (6 GB/s on the machine this was measured on; BLAKE2b 1.2, SHA-1 1.9, SHA-256 1.8), faster
-than the disks it guards. It is no protection against a person who edits files on purpose; nothing is executed
-from a checkpoint for that reason.
+Sizes and CRC-32 checksums detect damage by disks, copies and crashes. CRC-32 is the fastest checksum of the standard
+library (6 GB/s on the machine this was measured on; BLAKE2b 1.2, SHA-1 1.9, SHA-256 1.8), and faster than disks. It
+doesn't protect against deliberate changes; for that reason, no code in a checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..errors import CheckpointError
 from ..names import MANIFEST_NAME
 from .storage import Storage, inside, reason_against, storage_of
 
-#: Progress is shown only of operations that take longer.
+#: Progress is shown only for operations that take longer than this.
 QUIET_SECONDS: Final = 1.0
 _REDRAW_SECONDS: Final = 0.2
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -42,7 +41,7 @@ def format_bytes(num_bytes: float) -> str:
 
 @final
 class ByteProgress:
-    """A progress line of bytes done of bytes to do; silent where the output is no terminal, or ``shown`` is False."""
+    """A progress line with bytes done and total bytes; silent if the output isn't a terminal, or ``shown`` is False."""
 
     def __init__(self, what: str, num_bytes: int, *, shown: bool = True, output: TextIO | None = None) -> None:
         self._what = what
@@ -94,9 +93,9 @@ FORMAT: Final = "accelerate-checkpoint"
 FORMAT_VERSION: Final = 1
 #: A checkpoint with a file of this name is never pruned. The manifest doesn't list it, as pins can be removed.
 PIN_NAME: Final = "pinned"
-#: The file that marks a folder while its files are written one by one: the first to be written, the last to go.
+#: The file that marks a folder whose files are being written: written first, removed last.
 UNFINISHED_NAME: Final = ".unfinished"
-#: In the details of a manifest: the number of updates that each optimizer has made, the most of which is ``updates``.
+#: In the details of a manifest: the number of updates of each optimizer; ``updates`` is their maximum.
 OPTIMIZER_UPDATES: Final = "optimizer_updates"
 _CHUNK_BYTES: Final = 2 << 20
 _NUM_READERS: Final = 4
@@ -111,7 +110,7 @@ class FileRecord:
     crc32: int
 
     def difference(self, found: FileRecord) -> str | None:
-        """Describe how ``found`` differs; None when it doesn't."""
+        """Describe how ``found`` differs; None if it is equal."""
         if found.size != self.size:
             verb = "truncated to" if found.size < self.size else "grown to"
             return f"{verb} {found.size} bytes of {self.size}"
@@ -131,13 +130,13 @@ class Manifest:
     strategy: str = "NO"
     checkpoint_format: str = "safe"
     pickled: tuple[str, ...] = ()
-    replaces: tuple[str, ...] = ()  # files of the checkpoint that lay in the folder before
+    replaces: tuple[str, ...] = ()  # files of the checkpoint that this one replaces
     details: dict[str, Any] = field(default_factory=dict)
     written_at: str = ""
     identity: str = ""
 
     def with_identity(self) -> Manifest:
-        """Return the same manifest with the time and an identity."""
+        """Return a copy of the manifest with the current time and a new identity."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         return replace(self, written_at=now, identity=uuid4().hex)
 
@@ -154,7 +153,7 @@ class Manifest:
         """Parse the content of ``manifest.json``.
 
         Raises:
-            CheckpointError: it is torn, something else's, or of a newer format.
+            CheckpointError: it is incomplete, from another program, or of a newer format.
         """
         try:
             content = json.loads(data)
@@ -192,10 +191,10 @@ def _refuse_name(name: str) -> None:
 
 
 def read_manifest(folder: Path | Storage) -> Manifest | None:
-    """Read the manifest of the checkpoint in ``folder``; None when there is none.
+    """Read the manifest of the checkpoint in ``folder``; None if there is none.
 
     Raises:
-        CheckpointError: there is one that can't be trusted.
+        CheckpointError: it can't be read, or isn't valid.
     """
     storage = storage_of(folder)
     try:
@@ -228,13 +227,13 @@ def problems(
     names: Iterable[str] | None = None,
     progress: ByteProgress = SILENT,
 ) -> list[str]:
-    """Describe each file in ``folder`` that differs from ``files``; with ``contents``, every byte is read."""
+    """Describe each file in ``folder`` that differs from ``files``; with ``contents``, compare checksums too."""
     chosen = sorted(files) if names is None else list(names)
 
     def check(name: str) -> str | None:
         return _problem(inside(folder, name, folder / MANIFEST_NAME), files[name], contents, progress)
 
-    if contents and len(chosen) > 1:  # summing leaves the interpreter free for the next file
+    if contents and len(chosen) > 1:  # the checksum releases the GIL for the next file
         with ThreadPoolExecutor(min(len(chosen), _NUM_READERS)) as pool:
             found = list(pool.map(check, chosen))
     else:

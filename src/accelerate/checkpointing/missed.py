@@ -1,6 +1,6 @@
-"""A warning, at the first update, if a run trains without loading any checkpoint of its project.
+"""A warning at the first update of a run that hasn't loaded any checkpoint of its project.
 
-Programs that open ``optimizer.bin`` in a checkpoint themselves find none there, and many skip it in silence.
+Some programs open ``optimizer.bin`` in a checkpoint themselves, and many continue silently if it is missing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _waiting: Final[WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]] = Wea
 
 
 def watch_first_step(optimizer: torch.optim.Optimizer, project_dir: str | None) -> None:
-    """Warn at the first step of ``optimizer`` if no checkpoint is loaded until then, although ``project_dir`` has one.
+    """Warn at the first step of ``optimizer`` if ``project_dir`` has a checkpoint and none has been loaded.
 
-    No later step pays for it.
+    Later steps have no overhead.
     """
     folder = None if project_dir is None else _newest(project_dir)
     if folder is None:
@@ -49,7 +49,7 @@ def watch_first_step(optimizer: torch.optim.Optimizer, project_dir: str | None) 
 
 
 def forget(optimizers: Iterable[object]) -> None:
-    """Say nothing at the first step of these optimizers: a checkpoint has been loaded."""
+    """Remove the warning at the first step of these optimizers, because a checkpoint has been loaded."""
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
         handle = _waiting.pop(inner, None) if isinstance(inner, torch.optim.Optimizer) else None
@@ -61,7 +61,7 @@ def _newest(project_dir: str) -> str | None:
     """Return the newest checkpoint in ``project_dir`` with the state of an optimizer that isn't ``optimizer.bin``."""
     storage = storage_of(project_dir)
     if not isinstance(storage, LocalStorage):
-        return None  # nobody opens files there by their names
+        return None  # no program opens files there by their names
     with suppress(OSError, CheckpointError):
         for _, one in reversed(list_committed(storage)):
             if isinstance(one, LocalStorage):

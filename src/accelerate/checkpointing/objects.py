@@ -1,4 +1,4 @@
-"""Single objects in single files, the user's own objects in a checkpoint, and the hooks around saving."""
+"""Single objects in files, registered objects in a checkpoint, and the hooks of saving."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Hooks(OrderedDict[int, Hook]):
     """Functions to run before saving or loading, by number, in the order of their registration."""
 
     def add(self, hook: Hook) -> RemovableHandle:
-        """Have ``hook`` run until ``remove()`` of the returned handle."""
+        """Register ``hook``; ``remove()`` of the returned handle unregisters it."""
         handle = RemovableHandle(self)
         self[handle.id] = hook
         return handle
 
 
 def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: bool = False) -> None:
-    """Raise unless every object can be saved with a checkpoint; ``first`` is the number that the first of them gets.
+    """Raise if an object can't be saved with a checkpoint; ``first`` is the number of the first object.
 
     Raises:
         SettingError: some lack ``state_dict`` or ``load_state_dict``; the text lists them.
-        EncodingError: the state of one can't be written without pickle, and ``may_pickle`` is false; the text names the
-            object and the path in its state.
+        EncodingError: a state can't be written without pickle, and ``may_pickle`` is false; the text names the object
+            and the path in its state.
     """
     objects = list(objects)
     offenders = [
@@ -72,7 +72,7 @@ def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: 
         assert isinstance(obj, Stateful)
         try:
             state = obj.state_dict()
-        except Exception:  # an object that has no state yet is judged when it is saved
+        except Exception:  # an object without a state yet is checked when it is saved
             continue
         encode(state, f"registered object {number} ({type(obj).__qualname__}).state_dict()")
 
@@ -82,7 +82,7 @@ def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: 
 
 @contextmanager
 def atomic_file(folder: Path, name: str, *, pickle: bool = False) -> Iterator[DurableFile]:
-    """Yield a file that appears in ``folder`` whole and on disk at the end of the block, or not at all."""
+    """Yield a file that appears in ``folder`` atomically, and fsynced, at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{name}.{uuid4().hex}"
     file = DurableFile(beside)
@@ -105,10 +105,10 @@ def custom_name(index: int) -> str:
 
 
 def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
-    """Save the state of ``obj`` to folder ``path`` as its object ``index``, on the main process.
+    """Save the state of ``obj`` to folder ``path`` as object ``index``, on the main process.
 
     Raises:
-        EncodingError: its state can't be written without pickle; the text names where.
+        EncodingError: its state can't be written without pickle; the text has the path.
     """
     if not _is_writer(save_on_each_node):
         return
@@ -122,9 +122,9 @@ def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, sav
 
 
 def load_custom_state(obj: Stateful, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
-    """Load the state that folder ``path`` holds as its object ``index`` into ``obj``.
+    """Load the state of object ``index`` in folder ``path`` into ``obj``.
 
-    Old ``.pkl`` files are read through an allow-list of data; ``allow_pickle`` lets them run code.
+    Old ``.pkl`` files are read through an allow-list of data classes; ``allow_pickle`` lets them run code.
 
     Raises:
         CheckpointNotFound: there is no such state.
@@ -162,9 +162,9 @@ def save(
 ) -> None:
     """Save ``obj`` to ``f`` on the main process (of each node with ``save_on_each_node``).
 
-    With ``safe_serialization``, ``obj`` is a dict of tensors and the file is safetensors; else it is a
-    ``torch.save`` file, which is a pickle. A file appears whole or not at all. A link stays one: its target is
-    written. Devices and pipes (``/dev/null``) are written into.
+    With ``safe_serialization``, ``obj`` is a dict of tensors and the file is safetensors; else it is a ``torch.save``
+    file, which is a pickle. Files are written atomically. For a link, its target is written. Devices and pipes
+    (``/dev/null``) are written to directly.
     """
     if not _is_writer(save_on_each_node):
         return
@@ -190,7 +190,7 @@ def _write_object(obj: object, file: IO[bytes] | DurableFile, safe_serialization
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: MAP_LOCATION = None, **kwargs: Any) -> Any:
-    """Load what :func:`save` wrote; pickles are read through an allow-list unless ``weights_only=False`` is given.
+    """Load what :func:`save` wrote; pickles go through an allow-list unless ``weights_only=False`` is given.
 
     Raises:
         CheckpointError: the file is broken, or reading it could run code.
@@ -207,16 +207,16 @@ def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
 
 # -------------------------------------------------------------------------------------------------- save hooks
 #
-# Save hooks get the folder where the checkpoint will be; the files that they write there are moved to the staging
-# directory. A folder that isn't there yet is made for the hooks, marked as unfinished, and removed again until the
-# commit. A checkpoint that is there already is set aside first, its manifest before its files, so that hooks can't
-# overwrite it: after a crash the next reader restores it (:meth:`CheckpointStore.recover`).
+# Save hooks get the checkpoint's final folder; the files that they write there are moved to the staging directory. If
+# the folder doesn't exist, it is made for the hooks, marked as unfinished, and removed before the commit. If it has a
+# checkpoint, that is first moved aside, its manifest before its files, so that hooks can't overwrite it. After a crash
+# the next reader restores it (:meth:`CheckpointStore.recover`).
 
 
 def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Callable[[str], None]]) -> None:
-    """Run every hook with the checkpoint's folder, and stage the files that it writes there; called by all ranks.
+    """Run every hook with the checkpoint's folder, and stage the files that it writes there; a collective.
 
-    Behind a network, hooks get the staging directory: their files must be on a local disk first.
+    For remote storage, hooks get the staging directory, because their files must be on a local disk first.
     """
     if not any(store.ranks.all_gather(bool(hooks))):
         return
@@ -237,7 +237,7 @@ def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Callable[
         try:
             for hook in hooks:
                 hook(str(store.folder))
-        except Exception as problem:  # a hook's own; raised again once every rank's hooks have ended
+        except Exception as problem:  # the hook's own error; raised again after every rank's hooks have ended
             error = problem
         store.ranks.agree(error, what)
     finally:
@@ -257,9 +257,9 @@ class _HookFolder:
         self._folders_before: set[str] = set()
 
     def prepare(self) -> None:
-        """Make the folder, or set aside the checkpoint in it, and note which files are there."""
+        """Make the folder, or move the checkpoint in it aside, and note which files are there."""
         if (self._folder / UNFINISHED_NAME).exists() and not (self._folder / MANIFEST_NAME).exists():
-            shutil.rmtree(self._folder, ignore_errors=True)  # of hooks that were killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # left by hooks that were killed
         if not self._folder.exists():
             self._folder.mkdir()
             self._is_new = True
@@ -280,7 +280,7 @@ class _HookFolder:
         fsync_path(self._aside)
 
     def close(self) -> None:
-        """Move the hooks' files into the staging directory, and restore the folder as it was."""
+        """Move the hooks' files into the staging directory, and restore the folder."""
         if self._before is not None:
             self._collect(self._before)
         if self._is_new:
@@ -296,7 +296,7 @@ class _HookFolder:
             target = self._staging.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if name in before:
-                shutil.copy2(self._folder / name, target)  # another program's: it stays, also if the save fails
+                shutil.copy2(self._folder / name, target)  # another program's file: it stays, also if the save fails
             else:
                 os.replace(self._folder / name, target)
         if self._is_new:
@@ -307,7 +307,7 @@ class _HookFolder:
                     os.rmdir(parent)
 
     def _names(self) -> list[str]:
-        """Return the files in the folder, without those of staging directories that lie in it."""
+        """Return the files in the folder, except those of staging directories inside it."""
         own = f".{self._folder.name}.tmp-"
         found = file_names(self._folder) if self._folder.is_dir() else []
         return [name for name in found if name != UNFINISHED_NAME and not name.startswith(own)]

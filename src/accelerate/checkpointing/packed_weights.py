@@ -1,7 +1,7 @@
-"""Weights in 4 bits (bitsandbytes): their statistics in state dicts, which its layers write and don't read.
+"""4-bit weights of bitsandbytes: load their statistics, which its layers write to state dicts but don't read.
 
-A state dict has the packed numbers of a layer as ``weight``, and what turns them into numbers again (scales, a table,
-a description) as ``weight.absmax``, ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4``, ....
+A state dict has the packed values of a layer as ``weight``, and the data to dequantize them (scales, a table, a
+description) as ``weight.absmax``, ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4``, ....
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STATISTIC: Final = re.compile(
 
 
 def packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over the layers of ``model`` whose weights are in 4 bits, by name."""
+    """Iterate over the names and layers of ``model`` with 4-bit weights."""
     for name, module in model.named_modules():
         state = module.__dict__.get("quant_state") or getattr(module._parameters.get("weight"), "quant_state", None)
         if state is not None and callable(getattr(state, "as_dict", None)):
@@ -26,14 +26,14 @@ def packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether ``name`` in a state dict is that of a statistic of packed weights."""
+    """Return whether ``name`` in a state dict names a statistic of packed weights."""
     return _STATISTIC.fullmatch(name) is not None
 
 
 def load_statistics(model: object, state: Mapping[str, Any], canonical: Callable[[str], str] = str) -> dict[str, Any]:
-    """Give the layers of ``model`` the statistics in ``state``, and return what else there is in it.
+    """Set the statistics in ``state`` on the layers of ``model``, and return the other entries.
 
-    Statistics of layers that aren't in 4 bits here stay in it.
+    The result includes statistics of layers that aren't in 4 bits here.
     """
     if not isinstance(model, torch.nn.Module):
         return dict(state)
@@ -49,13 +49,13 @@ def load_statistics(model: object, state: Mapping[str, Any], canonical: Callable
             found.setdefault(match["layer"], {})[match["key"]] = value
     for name, statistics in found.items():
         layer = layers[name]
-        if any(key.startswith("quant_state.") for key in statistics):  # whole, not the rest of another version's
+        if any(key.startswith("quant_state.") for key in statistics):  # complete, not those of another version
             set_statistics(layer, statistics)
     return rest
 
 
 def _stored_as(layer: Any, value: Any) -> Any:
-    """Return the packed numbers ``value`` laid out as those of ``layer``."""
+    """Return the packed values ``value`` in the dtype and shape of those of ``layer``."""
     kind: torch.dtype = layer.weight.dtype
     if type(value) is not torch.Tensor or value.dtype == kind or value.nbytes % kind.itemsize:
         return value

@@ -1,9 +1,10 @@
-"""Optimizer state in few bits (torchao's 4-bit, 8-bit and fp8) as plain tensors in checkpoints, for any ranks.
+"""Low-bit optimizer state (torchao's 4-bit, 8-bit and fp8) as plain tensors in checkpoints, for any number of ranks.
 
-Such a tensor is codes and, for each block of them, a scale; blocks begin with each rank's own shard. In a checkpoint
-``exp_avg`` is ``exp_avg.codes``, of the parameter's shape, and ``exp_avg.scale``, which has the scales of each row, as
-often as their blocks begin anew in one: both can be cut along the rows. Where blocks lie on the reading ranks as they
-did on those that wrote, the state is the same bit by bit; elsewhere it is quantized anew.
+A low-bit tensor has codes and one scale per block of codes; the first block begins at the start of each rank's shard.
+In a checkpoint ``exp_avg`` becomes ``exp_avg.codes``, of the parameter's shape, and ``exp_avg.scale``, with one scale
+per segment of a row (a block's scale is repeated for each of its segments). So both can be sharded along the rows. If
+the blocks are the same on the ranks that read as on those that wrote, the state is bit-identical; elsewhere it is
+quantized again.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -22,19 +23,19 @@ from ..torch_private.distributed import shard_locally
 
 _CODES: Final = ".codes"
 _SCALE: Final = ".scale"
-#: What ranks hold whose shards aren't quantized, beside others whose are; zeros elsewhere.
+#: The values of ranks whose shards aren't quantized while others' are; zeros elsewhere.
 _VALUES: Final = ".values"
-#: Smaller shards torchao doesn't quantize.
+#: torchao doesn't quantize smaller shards.
 _SMALLEST: Final = 4096
-#: The scale of numbers that aren't quantized.
+#: The scale of values that aren't quantized.
 _WHOLE: Final = -1.0
 
 
 def split_state(entries: Mapping[str, object], optimizer: object) -> dict[str, object]:
-    """Return the state of one parameter with plain tensors in place of those in few bits.
+    """Return the state of one parameter with plain tensors in place of low-bit ones.
 
     Raises:
-        CheckpointError: one is sharded otherwise than along its rows.
+        CheckpointError: one isn't sharded along its rows.
     """
     found: dict[str, object] = {}
     for name, value in entries.items():
@@ -46,7 +47,7 @@ def split_state(entries: Mapping[str, object], optimizer: object) -> dict[str, o
 
 
 def split_optimizer(state: Mapping[str, object], optimizer: object) -> dict[str, Any]:
-    """Return an optimizer's state dict with plain tensors in place of those in few bits."""
+    """Return an optimizer's state dict with plain tensors in place of low-bit ones."""
     states = state.get("state")
     if not isinstance(states, Mapping) or not all(isinstance(entries, Mapping) for entries in states.values()):
         return dict(state)
@@ -54,17 +55,17 @@ def split_optimizer(state: Mapping[str, object], optimizer: object) -> dict[str,
 
 
 def is_split(state: Mapping[str, object]) -> bool:
-    """Return whether :func:`split_optimizer` found tensors in few bits in the optimizer's state dict ``state``."""
+    """Return whether :func:`split_optimizer` replaced low-bit tensors in the optimizer's state dict ``state``."""
     states = state.get("state")
     entries = states.values() if isinstance(states, Mapping) else ()
     return any(str(name).endswith(_CODES) for one in entries if isinstance(one, Mapping) for name in one)
 
 
 def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer: Any) -> dict[str, object]:
-    """Return what :func:`split_state` was given, for ``parameter`` as it lies on this rank.
+    """Reverse :func:`split_state` for this rank's shard of ``parameter``.
 
     Raises:
-        CheckpointError: ``optimizer`` keeps no state in few bits.
+        CheckpointError: ``optimizer`` has no low-bit state.
     """
     packed = [name.removesuffix(_CODES) for name in entries if isinstance(name, str) and name.endswith(_CODES)]
     parts = {f"{name}{part}" for name in packed for part in (_CODES, _SCALE, _VALUES)}
@@ -82,10 +83,10 @@ def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer
 
 
 def refuse_half_weights(optimizer: Any) -> None:
-    """Raise if ``optimizer`` would keep the state of a shard in bf16 or fp16 in few bits: torchao's step fails then.
+    """Raise if ``optimizer`` would keep low-bit state for a bf16 or fp16 shard, because torchao's step fails then.
 
     Raises:
-        PreparationError: the shape and dtype of the first such parameter.
+        PreparationError: the text has the shape and dtype of the first such parameter.
     """
     if not _keeps_few_bits(optimizer):
         return
@@ -109,7 +110,7 @@ def _keeps_few_bits(optimizer: object) -> bool:
 
 
 def _local(value: Any) -> Any:
-    """Return this rank's shard of ``value``; a tensor that isn't sharded as it is."""
+    """Return this rank's shard of ``value``, or ``value`` itself if it isn't sharded."""
     return value.to_local() if is_sharded(value) else value
 
 
@@ -120,12 +121,12 @@ def _is_packed(value: object) -> bool:
 
 
 def _has_pairs(local: Any) -> bool:
-    """Return whether each code of ``local`` is two numbers of 4 bits."""
+    """Return whether each code of ``local`` holds two 4-bit values."""
     return local.codes.ndim == 1 and 2 * local.codes.numel() == local.numel()
 
 
 def _codes(local: Any) -> torch.Tensor:
-    """Return one code for each number, in the shape of ``local``."""
+    """Return one code per element, in the shape of ``local``."""
     if not _has_pairs(local):
         return local.codes
     return torch.stack([local.codes >> 4, local.codes & 0b1111], dim=-1).view(local.shape)
@@ -140,7 +141,7 @@ def _set_codes(local: Any, codes: torch.Tensor) -> None:
 
 
 def _is_packed_elsewhere(value: Any, optimizer: object) -> bool:
-    """Return whether shards of ``value`` differ in size, so that only some ranks' may be quantized."""
+    """Return whether the shards of ``value`` differ in size, so that only those of some ranks may be quantized."""
     if not is_sharded(value) or not _keeps_few_bits(optimizer) or value.ndim == 0:
         return False
     return _is_uneven(value) and value.numel() >= _block(optimizer)
@@ -156,7 +157,7 @@ def _block(optimizer: object) -> int:
 
 
 def _segment(shape: torch.Size, block: int) -> int:
-    """Return the length of the longest parts of rows that lie in one block each, wherever the rows are cut."""
+    """Return the longest part of a row that is always within one block, wherever the rows are sharded."""
     return math.gcd(math.prod(shape[1:]), block)
 
 
@@ -198,7 +199,7 @@ def _sharded_as(value: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(fresh: Any, parameter: Any, entries: Mapping[str, object], name: str, optimizer: Any) -> None:
-    """Set the shard ``fresh``, in few bits or not, to what ``entries`` say of ``name``."""
+    """Set the shard ``fresh``, low-bit or not, to the saved values of ``name`` in ``entries``."""
     block = _block(optimizer)
     segment = _segment(parameter.shape, block)
     codes, scale = (_own(entries[f"{name}{part}"], parameter) for part in (_CODES, _SCALE))
@@ -217,7 +218,7 @@ def _fill(fresh: Any, parameter: Any, entries: Mapping[str, object], name: str, 
 
 
 def _own(value: Any, parameter: Any) -> torch.Tensor:
-    """Return of ``value``, sharded or whole, what belongs to this rank's shard of ``parameter``."""
+    """Return the part of ``value``, sharded or not, for this rank's shard of ``parameter``."""
     if is_sharded(value) or not is_sharded(parameter):
         return _local(value)
     return _local(

@@ -1,13 +1,14 @@
-"""A checkpoint behind a network: staged on a local disk, uploaded file by file, committed by its manifest.
+"""A checkpoint in remote storage: staged on a local disk, uploaded file by file, committed by its manifest.
 
-An object store has no rename, so the commit differs from that on a disk (`store`):
+An object store can't rename, so the commit differs from that on a disk (`store`):
 
 1. Each node stages and measures its files on its own disk, exactly as for a local checkpoint.
-2. The files are uploaded, each tried several times, and their sizes there are compared.
-3. When all ranks have uploaded theirs, the manifest of all files is uploaded: with it the checkpoint is committed.
+2. The files are uploaded, with retries, and their uploaded sizes are checked.
+3. When all ranks have uploaded their files, the manifest of all files is uploaded, which commits the checkpoint.
 
-Where a checkpoint is already, the files are uploaded to ``.X.tmp-<uuid>/`` beside it; then the old manifest is deleted,
-the files are copied within the store, and the manifest is written last. A reader that finds none in ``X`` reads there.
+If ``X`` is a checkpoint already, the files are uploaded to ``.X.tmp-<uuid>/`` beside it; then the old manifest is
+deleted, the files are copied within the store, and the manifest is written last. A reader that finds no manifest in
+``X`` reads from ``.X.tmp-<uuid>/``.
 
 Reading downloads the files to a local disk (``TMPDIR``), once per node, and compares every byte with the manifest.
 """
@@ -49,7 +50,7 @@ def open_store(
 
 @final
 class RemoteStore(Store):
-    """The folder of one checkpoint in a file system that fsspec knows."""
+    """The folder of one checkpoint in a file system of fsspec."""
 
     def __init__(self, storage: RemoteStorage, ranks: Ranks, *, on_each_node: bool = False) -> None:
         self.storage = storage
@@ -71,13 +72,13 @@ class RemoteStore(Store):
         folder = self.ranks.all_gather(Path(tempfile.gettempdir()) / f"accelerate-{uuid4().hex}" / self.storage.name)[0]
         self._local_store = CheckpointStore(folder, ranks=self.ranks, on_each_node=self._on_each_node)
         staging = self._local_store.begin(description)
-        # made here: at the exit of a program, when a background save may still be running, no thread can be started
+        # made here: at the program's exit, when a background save may still run, no thread can be started
         self._pool = ThreadPoolExecutor(_NUM_TRANSFERS, thread_name_prefix="checkpoint transfer")
         staging.held.callback(self._pool.shutdown)
         return staging
 
     def abandon(self, staging: StagingDirectory) -> None:
-        """Remove the local files; uploaded ones have no manifest, and the next save removes them."""
+        """Remove the local files; uploaded files have no manifest, and the next save removes them."""
         if self._local_store is not None:
             self._local_store.abandon(staging)
             shutil.rmtree(self._local_store.folder.parent, ignore_errors=True)
@@ -96,21 +97,21 @@ class RemoteStore(Store):
         error: Exception | None = None
         try:
             self._upload(target, [name for name in records if owners[name] == self.ranks.rank])
-        except Exception as problem:  # a network's errors have many names; raised again on every rank
+        except Exception as problem:  # network errors have many types; raised again on every rank
             error = problem
         self.ranks.agree(error, what)
         try:
             if self.ranks.is_main and mine is not None:
                 files = {name: FileRecord(*gathered[rank][name]) for name, rank in sorted(owners.items())}
                 self._commit_manifest(target, replace(mine, files=files, replaces=self._replaced(files)))
-        except Exception as problem:  # a network's errors have many names; raised again on every rank
+        except Exception as problem:  # network errors have many types; raised again on every rank
             error = problem
         self.ranks.agree(error, what)
         if staging.is_committer:
             shutil.rmtree(self._local_store.folder.parent, ignore_errors=True)
 
     def _upload_target(self) -> RemoteStorage:
-        """Return the folder itself while it holds no checkpoint, else a new one beside it."""
+        """Return the folder itself if it has no checkpoint, else a new folder beside it."""
         beside: str | None = None
         if self.ranks.is_main and self.storage.holds(MANIFEST_NAME):
             beside = f".{self.storage.name}.tmp-{uuid4().hex}"
@@ -130,7 +131,7 @@ class RemoteStore(Store):
         try:
             before = read_manifest(self.storage)
         except CheckpointError:
-            return ()  # torn or foreign: which files were a checkpoint's is unknown
+            return ()  # incomplete or foreign: it is unknown which files belong to a checkpoint
         return tuple(sorted(set(before.files) - set(files))) if before else ()
 
     def _commit_manifest(self, target: RemoteStorage, manifest: Manifest) -> None:
@@ -146,7 +147,7 @@ class RemoteStore(Store):
             leftover.remove()
 
     def _sibling_folders(self) -> list[RemoteStorage]:
-        """Return the sibling folders created by this save, or by earlier ones that were killed."""
+        """Return the sibling folders of this save, or of earlier saves that were killed."""
         prefix, parent = f".{self.storage.name}.tmp-", self.storage.parent()
         return [parent.child(name) for name in parent.folders() if name.startswith(prefix)]
 
@@ -157,7 +158,7 @@ class RemoteStore(Store):
         return read_manifest(self._source())
 
     def _source(self) -> RemoteStorage:
-        """Return the folder, or the one beside it while a save replaces it (or was killed at that)."""
+        """Return the folder, or the complete one beside it if a save is replacing it (or was killed)."""
         if self.storage.holds(MANIFEST_NAME):
             return self.storage
         complete: list[tuple[str, RemoteStorage]] = []
@@ -168,24 +169,24 @@ class RemoteStore(Store):
         return max(complete, key=lambda item: item[0])[1] if complete else self.storage
 
     def require(self) -> None:
-        """Raise CheckpointNotFound on every rank unless there are files at the address."""
+        """Raise CheckpointNotFound on every rank if there are no files at the address."""
         error: Exception | None = None
         try:
             if self.ranks.is_main and not self._source().files():
                 error = CheckpointNotFound(f"no checkpoint at {self.address}")
-        except Exception as problem:  # a network's errors have many names; raised again on every rank
+        except Exception as problem:  # network errors have many types; raised again on every rank
             error = problem
         self.ranks.agree(error, f"load {self.address}", kind=CheckpointNotFound)
 
     def problem(self) -> str | None:
-        """Download the files to a local disk of each node, and describe why they must not be loaded; None if whole."""
+        """Download the files to a local disk of each node; return why they must not be loaded, or None if valid."""
         self.close()
         self._fetched = self.ranks.all_gather(Path(tempfile.gettempdir()) / f"accelerate-{uuid4().hex}")[0]
         reason: str | None = None
         try:
             if self.ranks.is_local_main:
                 reason = self._fetch(self._fetched)
-        except Exception as problem:  # a network's errors have many names; every rank gets the reason
+        except Exception as problem:  # network errors have many types; every rank gets the reason
             reason = str(problem) or type(problem).__name__
         found = self.ranks.all_gather(reason)
         return "; ".join(dict.fromkeys(text for text in found if text)) or None
@@ -214,14 +215,14 @@ class RemoteStore(Store):
         return "; ".join(f"{name}: {reasons[name]}" for name in sorted(reasons)) or None
 
     def _fetch_unmanaged(self, source: RemoteStorage, folder: Path) -> None:
-        """Download the files of another program, about which nothing can be checked."""
+        """Download the files of another program, which can't be verified."""
         targets = {name: inside(folder, name, self.address, is_replaced=True) for name in source.files()}
         with ThreadPoolExecutor(_NUM_TRANSFERS) as pool:
             _all_at_once(pool, lambda name: source.download(name, targets[name]), list(targets))
 
     @property
     def readable(self) -> Path:
-        """Where the files were downloaded to."""
+        """The local folder with the downloaded files."""
         assert self._fetched is not None, "problem() fetches the files"
         return self._fetched
 
@@ -233,7 +234,7 @@ class RemoteStore(Store):
 
 
 def _fetched(source: RemoteStorage, name: str, record: FileRecord, local: Path) -> str | None:
-    """Download a file and describe how it differs from the saved one; a broken download is tried once more."""
+    """Download a file, with one retry, and describe how it differs from the saved one; None if it is equal."""
     reason: str | None = None
     for _ in range(2):
         try:
@@ -247,7 +248,7 @@ def _fetched(source: RemoteStorage, name: str, record: FileRecord, local: Path) 
 
 
 def _all_at_once(pool: ThreadPoolExecutor | None, transfer: Callable[[str], object], names: list[str]) -> None:
-    """Run all transfers, a few at a time; raise the first error after the last has ended."""
+    """Run all transfers, a few in parallel; raise the first error after all have ended."""
     assert pool is not None
     running = [pool.submit(transfer, name) for name in names]
     errors = [error for one in running if (error := one.exception()) is not None]

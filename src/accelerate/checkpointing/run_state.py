@@ -1,4 +1,4 @@
-"""The live objects of a run, as one value between the Accelerator, saving and loading. Internal."""
+"""The live objects of a run, which the Accelerator passes to saving and loading. Internal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 #: The result of a ``state_dict()``: any values by name.
 StateDict: TypeAlias = dict[str, Any]
 
-#: A hook of the user's before saving, ``hook(models, weights, folder)``, or before loading, ``hook(models, folder)``.
+#: A user's hook before saving, ``hook(models, weights, folder)``, or before loading, ``hook(models, folder)``.
 Hook: TypeAlias = Callable[..., None]
 
-#: Writes the state that a strategy saves in its own format; or returns items that are written with the others, or a
-#: function that writes later, from values that don't change meanwhile. An asynchronous save writes in another thread.
+#: Writes the state that a strategy saves in its own format. Or it returns items to write with the others, or a function
+#: that writes later, from values that don't change meanwhile: an asynchronous save writes in another thread.
 WriteStrategyState: TypeAlias = Callable[["StagingDirectory"], "Sequence[CheckpointItem] | Callable[[], object] | None"]
 
 
@@ -32,13 +32,13 @@ class Saved(Protocol):
     """An object whose state can be saved."""
 
     def state_dict(self) -> object:
-        """Return the state that has to be restored."""
+        """Return the state to restore."""
         ...
 
 
 @runtime_checkable
 class Stateful(Saved, Protocol):
-    """An object that can be saved and restored: a module, optimizer, scheduler, or any other with these two methods."""
+    """An object that can be saved and restored, such as a module, an optimizer or a scheduler."""
 
     def load_state_dict(self, state_dict: Any, /) -> object:
         """Restore the state that ``state_dict`` returned."""
@@ -46,25 +46,25 @@ class Stateful(Saved, Protocol):
 
 
 class OpenGradients(Protocol):
-    """The gradients of a rank between two updates."""
+    """The gradients of a rank between two optimizer updates."""
 
     def state_dict(self) -> Mapping[str, object] | None:
-        """Return the gradients; None where no window is open."""
+        """Return the gradients; None if no window is open."""
         ...
 
     def joined(self, states: Iterable[Any]) -> Mapping[str, object] | None:
-        """Return the gradients of several ranks, added up; None where they can't be."""
+        """Return the sum of the gradients of several ranks; None if they can't be added."""
         ...
 
 
 @dataclass(frozen=True)
 @final
 class StrategyState:
-    """The part of a checkpoint that depends on how models lie over the processes.
+    """The part of a checkpoint that depends on how models are distributed over the processes.
 
     Attributes:
         weights: one state dict per model, as the main process writes it; hooks may take entries out.
-        optimizers: those whose whole state the main process writes.
+        optimizers: those whose full state the main process writes.
         write: writes everything else, in the strategy's own format.
     """
 
@@ -74,7 +74,7 @@ class StrategyState:
 
 
 class StateStrategy(Protocol):
-    """The way to get the state of models and optimizers out of their shards, and back into them."""
+    """The interface to get the state of models and optimizers from their shards, and to load it into them."""
 
     @property
     def access(self) -> StateAccess:
@@ -99,20 +99,20 @@ class StateStrategy(Protocol):
 @dataclass
 @final
 class RunState:
-    """The live objects of a run that a checkpoint is made of, and loaded into.
+    """The live objects of a run that a checkpoint saves and loads.
 
     Attributes:
         strategy: gets and sets the state of models and optimizers.
-        world: the processes that save and load together; None is this process alone.
+        world: the processes that save and load together; None means this process alone.
         label: the name of the strategy that a manifest records.
-        step: given back by a load.
+        step: saved with the checkpoint, and returned by a load.
         custom_objects: the objects that the user registered.
-        may_pickle: those of them whose state is saved as a pickle, and may run code when it is loaded.
-        open_window: the gradients of this rank, if the run is saved between two updates.
-        save_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder of the checkpoint (of one
-            behind a network, the local one that is uploaded); files that they write there are committed too.
+        may_pickle: those of them whose state is saved as a pickle, which may run code when it is loaded.
+        open_window: the gradients of this rank, if the run is saved between two optimizer updates.
+        save_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder of the checkpoint (for
+            remote storage, the local staging directory); files that they write there are committed too.
         load_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
-        background: its save may still be running; a save waits for it.
+        background: runs asynchronous saves; each save waits for the one before.
     """
 
     strategy: StateStrategy
@@ -139,7 +139,7 @@ class RunState:
 
     @property
     def num_ranks(self) -> int:
-        """The processes of the run."""
+        """The number of processes of the run."""
         return 1 if self.world is None else self.world.size
 
     def pickles(self, obj: object) -> bool:

@@ -1,4 +1,4 @@
-"""Saving: the state of a run as one committed checkpoint, by all ranks or the main process alone."""
+"""Saving: write the state of a run as one committed checkpoint, by all ranks or the main process alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Arguments = ParamSpec("Arguments")
 @dataclass
 @final
 class Saving:
-    """One save under way: its target, its items and the options that apply after the commit."""
+    """One running save: its target, its items, and the options that apply after the commit."""
 
     store: Store
     project: ProjectOptions
@@ -59,7 +59,7 @@ class Saving:
 
     @contextmanager
     def committing(self, staging: StagingDirectory) -> Iterator[None]:
-        """Yield a block after which the staging directory is committed as the checkpoint."""
+        """Enter a context at whose end the staging directory is committed as the checkpoint."""
         with ExitStack() as held, self.store.committing(staging):
             yield
             if not self.participants.has_all:  # a late rank may be adding items to the checkpoint there
@@ -75,7 +75,7 @@ class Saving:
         staging.progress = SILENT
 
     def close(self) -> None:
-        """Finish after the commit: inform late ranks, remove stale weights, and prune checkpoints beyond the limits."""
+        """Finish after the commit: inform late ranks, remove stale weights, prune checkpoints beyond the limits."""
         if not self.participants.has_all and self.participants.is_main:
             self.participants.finish(self.store.identity)
         if isinstance(self.store, CheckpointStore):
@@ -85,7 +85,7 @@ class Saving:
                 _prune(self.store, self.project)
 
     def finish_in_background(self, staging: StagingDirectory) -> None:
-        """Write the snapshot and commit it; runs in a thread of its own."""
+        """Write and commit the snapshot, in the background thread."""
         try:
             with _reporting_errors(self.participants, self.store.ranks):
                 with self.committing(staging):
@@ -129,22 +129,22 @@ def save_run(
 ) -> str:
     """Save the run as one committed checkpoint, and return its folder.
 
-    A collective, unless only the main process is in ``participants``. With automatic naming the folder is
-    the next number of the project's series and ``output_dir`` is not used; ``project.iteration`` then
-    moves on, and older checkpoints beyond the project's limits are removed.
+    A collective, unless only the main process is in ``participants``. With automatic naming, the folder is the next
+    number of the project's series, and ``output_dir`` isn't used. Then ``project.iteration`` increases, and older
+    checkpoints beyond the project's limits are removed.
 
     Args:
-        participants: who calls this, as :func:`participants_of_save` found out; by default every rank of the world.
+        participants: the ranks that call this, from :func:`participants_of_save`; by default every rank of the world.
         details: JSON values that the manifest records; ``epoch`` is shown in listings.
-        metrics: numbers that the manifest records; the best checkpoints by one of them can be kept.
-        select: leaves weights or other state out, or converts weights.
-        pin: the checkpoint is kept, whatever the limits say.
-        asynchronous: return as soon as the state is copied to host memory, and write in the run's background.
+        metrics: numbers that the manifest records; the project can keep the best checkpoints by one of them.
+        select: what to leave out, and the dtype of the weights.
+        pin: never prune this checkpoint.
+        asynchronous: return as soon as the state is copied to CPU memory, and write it in a background thread.
 
     Raises:
-        CheckpointError: on every rank, when any rank failed; whatever was there before still is. An asynchronous
-            save raises when the next one begins, from ``background.wait()``, or ends the program with status 1.
-        EncodingError: a state can't be written without pickle; the text names the object and the path.
+        CheckpointError: on every rank, if any rank failed; an existing checkpoint is kept. The error of an asynchronous
+            save is raised when the next save begins or by ``background.wait()``; else the program exits with status 1.
+        EncodingError: a state can't be written without pickle; the text has the object and the path.
     """
     if run.background is not None:
         run.background.wait()
@@ -202,7 +202,7 @@ def write_checkpoint(
     participants: CallParticipants | None = None,
     **objects: Any,
 ) -> str:
-    """Save everything given as one committed checkpoint, as :func:`save_run` does, and return its folder.
+    """Save the given objects as one committed checkpoint, as :func:`save_run` does, and return its folder.
 
     Args:
         weights: one state dict per model, as the main process writes it. Hooks may take entries out.
@@ -234,15 +234,15 @@ def participants_of_save(
     needs_all: bool = False,
     moment: str = "",
 ) -> CallParticipants:
-    """Find out which ranks make this call of ``save_state``, before any of them enters a collective.
+    """Find out which ranks make this ``save_state`` call, before any of them enters a collective.
 
     Args:
-        needs_all: the state is sharded over the ranks, so that the main process can't save it alone.
-        moment: tells this save from others that are made from the same line.
+        needs_all: the state is sharded over the ranks, so the main process can't save it alone.
+        moment: tells apart saves that are made from the same line.
 
     Raises:
-        SettingError: there is nowhere to save to.
-        CollectiveError: a rank that is needed doesn't come.
+        SettingError: no folder to save to is known.
+        CollectiveError: a rank that is needed doesn't make the call.
     """
     _check_target(output_dir, project)
     if world is None or world.coordinator is None or not world.is_distributed:
@@ -259,10 +259,10 @@ def participants_of_save(
 
 @contextmanager
 def _reporting_errors(participants: CallParticipants, ranks: Ranks) -> Iterator[None]:
-    """Yield a block; an error in it closes the exchange between ranks and is reported to late ranks."""
+    """Enter a context that, on an error, closes the exchange between ranks and reports the error to late ranks."""
     try:
         yield
-    except BaseException as error:  # whatever ended the save, the others must know
+    except BaseException as error:  # the others must know, whatever ended the save
         ranks.close()
         if not participants.has_all and participants.is_main:
             participants.finish(error=error)
@@ -279,7 +279,7 @@ def _writes_for_its_node(participants: CallParticipants, run: RunState) -> bool:
 
 
 def _add_to_checkpoint(participants: CallParticipants, ranks: Ranks, items: RunItems, writer: Background | None) -> str:
-    """Add this rank's items to the checkpoint that the main process has made alone."""
+    """Add this rank's items to the checkpoint that the main process saves alone."""
     addition = AddedItems(participants, ranks)
     try:
         weights = items.weights()
@@ -360,12 +360,12 @@ def _warn_of_absent_ranks(participants: CallParticipants, store: Store) -> None:
 
 
 def _on_main(ranks: Ranks, what: str, call: Callable[[], int]) -> int:
-    """Return the result of ``call()`` on the main process, on every rank."""
+    """Call ``call()`` on the main process, and return its result on every rank."""
     error: Exception | None = None
     found = 0
     try:
         found = call() if ranks.is_main else 0
-    except Exception as problem:  # a network's errors have many names; raised again on every rank
+    except Exception as problem:  # network errors have many types; raised again on every rank
         error = problem
     ranks.agree(error, what)
     return ranks.all_gather(found)[0]
@@ -421,7 +421,7 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
 
 
 def _clear_stale_weights(store: CheckpointStore, num_models: int) -> None:
-    """Remove weights of an unmanaged save from the folder, which would otherwise be found beside ours."""
+    """Remove older weight files without a manifest from the folder, because readers would find them beside ours."""
     if not store.ranks.is_local_main:
         return
     manifest = store.manifest()
@@ -439,7 +439,7 @@ def _prune(store: Store, project: ProjectOptions) -> None:
     root = LocalStorage(store.folder.parent) if is_local else series_storage(project.project_dir)
     try:
         prune(root, project, Path(store.address).name)
-    except Exception as error:  # the new checkpoint is safe; a disk or a network that fails is for the next save
+    except Exception as error:  # the new checkpoint is safe; the next save tries again
         _log.warning("Older checkpoints in %s could not be removed: %s", root, error)
 
 
@@ -455,9 +455,9 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> str:
-    """Save the states in ``output_dir`` as a committed checkpoint; called by the main process, or by all ranks.
+    """Save the states in ``output_dir`` as a committed checkpoint, on the main process or on all ranks.
 
-    ``process_index`` is checked against the world, which knows it.
+    ``process_index`` has to be this process's rank.
     """
     world = current_world()
     rank = world.rank if world is not None else 0

@@ -1,6 +1,6 @@
 """Numbered checkpoints of one run, ``{project_dir}/checkpoints/checkpoint_{n}``: listing, pinning and pruning.
 
-Needs no torch: a listing is quick.
+This module doesn't import torch, so listings are fast.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def series_storage(project_dir: str | PathLike[str]) -> Storage:
 
 
 def numbered(root: Storage) -> list[tuple[int, Storage]]:
-    """List the numbered folders in ``root``, oldest first, whether they are whole or not."""
+    """List the numbered folders in ``root``, oldest first, valid or not."""
     found = [(match, name) for name in root.folders() if (match := _NUMBERED.fullmatch(name))]
     return [(number, root.child(name)) for number, name in sorted((int(match[1]), name) for match, name in found)]
 
 
 def next_number(root: Storage, at_least: int = 0) -> int:
-    """Return the number of the next checkpoint: after every one that is there, and not before ``at_least``."""
+    """Return the number of the next checkpoint: above all existing ones, and at least ``at_least``."""
     return max([at_least, *(number + 1 for number, _ in numbered(root))])
 
 
@@ -52,7 +52,7 @@ def number_of(address: str) -> int:
 
 
 def is_classic(storage: Storage) -> bool:
-    """Return whether it is a folder without a manifest that another program saved in the classic layout."""
+    """Return whether another program saved the folder in the classic layout, without a manifest."""
     return storage.holds(f"{RNG_STATE_NAME}_0.pkl") and not storage.holds(UNFINISHED_NAME)
 
 
@@ -62,7 +62,7 @@ def is_classic(storage: Storage) -> bool:
 @dataclass(frozen=True)
 @final
 class Entry:
-    """One checkpoint of a listing; ``problem`` is the reason why it can't be loaded, None when it can."""
+    """One checkpoint of a listing; ``problem`` is the reason why it can't be loaded, or None."""
 
     storage: Storage
     manifest: Manifest | None
@@ -93,7 +93,7 @@ class Entry:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch given to ``save_state``, or else the first loader's."""
+        """The epoch given to ``save_state``, else the first loader's."""
         return None if self.manifest is None else self.manifest.details.get("epoch")
 
     @property
@@ -124,7 +124,7 @@ class Entry:
 
 
 def inspect(folder: str | PathLike[str] | Storage, *, contents: bool = False) -> Entry:
-    """Return the listing entry of ``folder``; ``contents`` compares every byte of it, on a disk, with the manifest."""
+    """Return the listing entry of ``folder``; with ``contents``, compare checksums too (on a local disk)."""
     storage = storage_of(folder)
     files = storage.files()
     is_pinned = PIN_NAME in files
@@ -138,7 +138,7 @@ def inspect(folder: str | PathLike[str] | Storage, *, contents: bool = False) ->
     if isinstance(storage, LocalStorage):
         try:
             found = problems(storage.path, manifest.files, contents=contents)
-        except CheckpointError as error:  # a link that leads out
+        except CheckpointError as error:  # a link to outside of the folder
             found = [str(error)]
     else:
         found = [f"{name}: {reason}" for name, reason in _differences(manifest, files).items()]
@@ -158,8 +158,8 @@ def _differences(manifest: Manifest, files: Mapping[str, int]) -> dict[str, str]
 def list_checkpoints(root: str | PathLike[str] | Storage, *, contents: bool = False) -> list[Entry]:
     """List all checkpoints in ``root``, oldest first.
 
-    ``root`` is the folder that holds them, or the project's folder, or one checkpoint itself. Where nothing is
-    numbered, every folder with a manifest counts, in the order in which they were written.
+    ``root`` is the folder that contains them, the project's folder, or one checkpoint. Without numbered folders, it
+    lists every folder with a manifest, in the order in which they were written.
     """
     storage = _root_of(root)
     return [inspect(one, contents=contents) for _, one in numbered(storage) or list_committed(storage)]
@@ -172,7 +172,7 @@ def _root_of(root: str | PathLike[str] | Storage) -> Storage:
 
 
 def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[int | tuple[str, str], Storage]]:
-    """List the committed checkpoints in ``root``, whole or not, in the order of their numbers, or else their dates."""
+    """List the committed checkpoints in ``root``, valid or not, ordered by number, else by date."""
     storage = _root_of(root)
     names = storage.folders()
     series = numbered(storage)
@@ -185,13 +185,13 @@ def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[int | tupl
 
 
 def _date(storage: Storage, siblings: list[str]) -> str | None:
-    """Return when the checkpoint was written; None if there is none, not even a half-moved one."""
+    """Return when the checkpoint was written; None if there is none, not even one partly moved into place."""
     beside = [storage.parent().child(name) for name in siblings if name.startswith(f".{storage.name}.tmp-")]
     for one in (storage, *beside):
         try:
             manifest = read_manifest(one)
         except CheckpointError:
-            return ""  # the oldest of all: whole ones are tried before it
+            return ""  # the oldest of all, so valid ones are tried before it
         if manifest is not None:
             return manifest.written_at
     return None
@@ -201,7 +201,7 @@ def _date(storage: Storage, siblings: list[str]) -> str | None:
 
 
 def pin(folder: str | PathLike[str] | Storage) -> None:
-    """Mark the checkpoint as one that is kept, whatever the limits say.
+    """Mark the checkpoint to be kept, regardless of the limits.
 
     Raises:
         CheckpointNotFound: there is no such folder.
@@ -213,15 +213,15 @@ def pin(folder: str | PathLike[str] | Storage) -> None:
 
 
 def unpin(folder: str | PathLike[str] | Storage) -> None:
-    """Make the checkpoint subject to the limits again."""
+    """Remove the mark of :func:`pin`, so that the limits apply again."""
     storage_of(folder).delete(PIN_NAME)
 
 
 def names_to_keep(entries: list[Entry], options: ProjectOptions) -> set[str]:
-    """Return the names of the checkpoints (whole ones, oldest first) that the options keep.
+    """Return the names of the checkpoints to keep; ``entries`` are the valid ones, oldest first.
 
-    They are the newest ``total_limit``; and besides: every ``keep_every``-th by number, the ``keep_best`` by the
-    metric of that name, and those that are pinned.
+    These are the newest ``total_limit``, every ``keep_every``-th by number, the ``keep_best`` best ones by
+    ``best_metric``, and the pinned ones.
     """
     limit = options.total_limit
     names = {entry.name for entry in (entries if limit is None else entries[-limit:])}
@@ -232,7 +232,7 @@ def names_to_keep(entries: list[Entry], options: ProjectOptions) -> set[str]:
 
 
 def best(entries: list[Entry], options: ProjectOptions) -> list[Entry]:
-    """Return the ``keep_best`` checkpoints by the metric, best first; of equals the newer one."""
+    """Return the ``keep_best`` best checkpoints by the metric, best first; of equal ones, the newer first."""
     name = options.best_metric
     if name is None:
         return []
@@ -246,12 +246,12 @@ def best(entries: list[Entry], options: ProjectOptions) -> list[Entry]:
 
 
 def prune(root: Storage, options: ProjectOptions, committed: str) -> list[str]:
-    """Remove the checkpoints up to ``committed`` that the options don't keep; return their names.
+    """Remove the checkpoints up to ``committed`` that the options don't keep, and return their names.
 
-    Broken ones that are older than ``committed`` don't count, and are removed.
+    Invalid ones older than ``committed`` don't count towards the limits, and are removed.
     """
     if isinstance(root, LocalStorage):
-        for leftover in root.folders():  # a crash while an earlier one was emptied
+        for leftover in root.folders():  # left by a crash during an earlier removal
             if _TRASH.fullmatch(leftover):
                 root.child(leftover).remove()
     mine = _NUMBERED.fullmatch(committed)

@@ -1,8 +1,8 @@
-"""Sharded state: every rank writes its own shards, any number of ranks reads them (torch's distributed checkpoint).
+"""Sharded state: every rank writes its shards, and any number of ranks reads them (torch's distributed checkpoint).
 
-`pytorch_model_fsdp_{i}/` holds the weights of model ``i``, `optimizer_{i}/` the state of optimizer ``i``, under the
-names of the parameters. A :class:`StateAccess` gets the shards of an object and loads them; the one for ordinary
-tensors and DTensors is here.
+`pytorch_model_fsdp_{i}/` has the weights of model ``i``, `optimizer_{i}/` the state of optimizer ``i``, by the names of
+the parameters. A :class:`StateAccess` gets and loads the shards of an object; :class:`InPlace` does it for plain
+tensors and DTensors.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ NamedParameters = Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]
 
 
 def weights_folder(folder: str | PathLike[str], index: int = 0) -> Path:
-    """Return the folder of the weights of model ``index`` in shards."""
+    """Return the folder of the sharded weights of model ``index``."""
     return Path(folder) / f"{FSDP_MODEL_NAME}_{index}"
 
 
 def optimizer_folder(folder: str | PathLike[str], index: int = 0) -> Path:
-    """Return the folder of the state of optimizer ``index`` in shards."""
+    """Return the folder of the sharded state of optimizer ``index``."""
     return Path(folder) / f"{OPTIMIZER_NAME}_{index}"
 
 
@@ -65,13 +65,13 @@ def is_sharded(folder: Path) -> bool:
 
 
 class StateAccess(ABC):
-    """The way to get and set the state of a model or an optimizer that is sharded over the ranks."""
+    """The interface to get and set the state of a model or an optimizer that is sharded over the ranks."""
 
-    #: Whether files of DeepSpeed's engine, which are pickles, are read without ``weights_only=False``.
+    #: Whether to read DeepSpeed's files, which are pickles, without ``weights_only=False``.
     trusts_engine: bool = False
 
     def canonical(self, name: str) -> str:
-        """Return a name in a prepared model's state dict as the user's own model has it."""
+        """Return the name in the user's own model for a name in the prepared model's state dict."""
         return name
 
     def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
@@ -79,10 +79,10 @@ class StateAccess(ABC):
         return False
 
     def keep_buffers(self, model: torch.nn.Module) -> None:
-        """Have each rank keep its buffers in the next forward, as after one whose gradients aren't reduced."""
+        """Make each rank keep its buffers in the next forward, as after a forward without gradient reduction."""
 
     def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the live buffers of a state dict of ``model`` that this rank has whole, by the user's names."""
+        """Return the live, unsharded buffers in the state dict of ``model``, by the user's names."""
         return {
             self.canonical(name): value
             for name, value in model.state_dict(keep_vars=True).items()
@@ -94,16 +94,16 @@ class StateAccess(ABC):
     def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
     ) -> Callable[[], object] | None:
-        """Return a function that loads ``model`` from a form of the strategy's own; None if ``folder`` has none."""
+        """Return a function that loads ``model`` from the strategy's own format; None if ``folder`` has none."""
         return None
 
     @abstractmethod
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
-        """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for whole tensors."""
+        """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for full tensors."""
 
     @abstractmethod
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
-        """Return the state dict of ``model`` with whole tensors in CPU memory where ``keeps``; empty elsewhere."""
+        """Return the state dict of ``model`` with full tensors in CPU memory if ``keeps``; else an empty one."""
 
     @abstractmethod
     def model_shards(self, model: torch.nn.Module) -> StateDict:
@@ -111,18 +111,18 @@ class StateAccess(ABC):
 
     @abstractmethod
     def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
-        """Load the values that were read into ``shards`` into ``model``."""
+        """Load ``shards``, which hold the values read, into ``model``."""
 
     @abstractmethod
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return by parameter name a tensor of the parameter's whole shape, sharded as optimizer state for it is."""
+        """Return, by parameter name, a tensor of the parameter's full shape that is sharded as its optimizer state."""
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
-        """Return the names of all parameters of ``models``; empty where optimizers are an engine's own."""
+        """Return the names of all parameters of ``models``; empty if an engine has its own optimizers."""
         return ()
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
-        """Return names and shapes of the optimizer's parameters; empty where it is an engine's own."""
+        """Return names and shapes of the optimizer's parameters; empty for an engine's own optimizer."""
         return ()
 
     @abstractmethod
@@ -139,25 +139,25 @@ class StateAccess(ABC):
     def full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> StateDict:
-        """Return the optimizer's state dict with whole tensors where ``keeps``; empty elsewhere."""
+        """Return the optimizer's state dict with full tensors if ``keeps``; else an empty one."""
 
     @abstractmethod
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
     ) -> None:
-        """Load ``state``, a state dict of whole tensors, into ``optimizer``."""
+        """Load ``state``, a state dict of full tensors, into ``optimizer``."""
 
 
 @dataclass(frozen=True)
 @final
 class GivenState:
-    """The state of a run without a strategy, extracted from models and optimizers by its author."""
+    """The state of a run without a strategy, extracted from models and optimizers by the caller."""
 
     state: StrategyState = field(default_factory=StrategyState)
     access: StateAccess = field(default_factory=lambda: InPlace())
 
     def checkpoint_state(self, *_: object, **__: object) -> StrategyState:
-        """Return the state that was given."""
+        """Return the given state."""
         return self.state
 
     def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
@@ -191,7 +191,7 @@ def _alone() -> bool:
 
 
 def _reads_alone() -> bool:
-    """Return whether each rank plans its reading by itself: of many ranks, rank 0 would gather all of their plans."""
+    """Return whether each rank plans its reading alone, because rank 0 would gather the plans of too many ranks."""
     return _alone() or torch.distributed.get_world_size() > MAX_RANKS
 
 
@@ -201,10 +201,10 @@ def _reads_alone() -> bool:
 def read_model_shards(
     access: StateAccess, model: torch.nn.Module, folder: Path, *, strict: bool = True, **_: object
 ) -> Callable[[], None]:
-    """Return a function that loads the weights in ``folder`` into ``model``: a collective.
+    """Return a function that loads the weights in ``folder`` into ``model``; the function is a collective.
 
     Raises:
-        CheckpointError: a tensor has another shape; or, with ``strict``, names are missing on either side.
+        CheckpointError: a tensor has another shape or, with ``strict``, names are missing on either side.
     """
     shards = access.model_shards(model)
     saved = {str(path[1]): key for key, path in _saved(folder).items() if path[0] == "model" and len(path) > 1}
@@ -231,17 +231,17 @@ def read_model_shards(
 
 
 def own_shards(shards: Mapping[str, Any]) -> StateDict:
-    """Return those of ``shards`` that are not entirely on other ranks."""
+    """Return the ``shards`` that are at least partly on this rank."""
     return {name: value for name, value in shards.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
 def read_optimizer_shards(
     access: StateAccess, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], folder: Path
 ) -> Callable[[], None]:
-    """Return a function that loads the state in ``folder`` into ``optimizer``: a collective.
+    """Return a function that loads the state in ``folder`` into ``optimizer``; the function is a collective.
 
     Raises:
-        CheckpointError: the folder holds state of other parameters, or of others than the optimizer's.
+        CheckpointError: the folder has state of parameters that the models or the optimizer don't have.
     """
     layouts, metadata = access.layouts(models), _metadata(folder)
     saved = {key: path[1:] for key, path in _saved(folder).items() if path[0] == "optimizer" and len(path) > 1}
@@ -260,7 +260,7 @@ def read_optimizer_shards(
         target: dict[str, Any] = {"optimizer": state}
         for key, path in saved.items():
             layout = layouts[str(path[1])] if path[0] == "state" else None
-            if layout is None or not layout.is_meta:  # else of another pipeline stage
+            if layout is None or not layout.is_meta:  # else it is of another pipeline stage
                 _put(state, path, _empty(metadata[key], layout))
         _read(folder, target)
         access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
@@ -275,7 +275,7 @@ def _require_same_parameters(
     folder: Path,
     saved: Mapping[str, tuple[str | int, ...]],
 ) -> None:
-    """Raise CheckpointError unless ``optimizer`` trains the parameters whose state was saved."""
+    """Raise CheckpointError unless ``optimizer`` trains the same parameters as the saved one."""
     live = [[name for name, _ in group] for group in access.optimizer_layout(optimizer, models)]
     of_live, of_state = set(chain(*live)), {path[1] for path in saved.values() if path[0] == "state"}
     if not of_live or None in of_live:
@@ -288,10 +288,10 @@ def _require_same_parameters(
     check_settings(groups, optimizer, folder.name)
     for group in groups:
         for name in group.keys() - {"params"}:
-            del group[name]  # not read here
+            del group[name]  # the settings aren't read here
     read_into(folder, target, alone=True)
     names: list[list[str]] = [list(group.get("params") or ()) for group in groups]
-    of_saved = set(chain(*names)) or of_state  # parameters may have no state: then their names are listed nevertheless
+    of_saved = set(chain(*names)) or of_state  # the groups also list parameters without state
     if of_saved != of_live:
         raise CheckpointError(other_parameters(folder.name, of_saved, of_live))
     if any(names):
@@ -299,7 +299,7 @@ def _require_same_parameters(
 
 
 def _put(tree: Any, path: Sequence[Any], value: object) -> None:
-    """Put ``value`` into ``tree`` at ``path``, where a number is an index of a list."""
+    """Put ``value`` into ``tree`` at ``path``; a number in it is a list index."""
     for position, key in enumerate(path):
         last = position == len(path) - 1
         new = value if last else ([] if isinstance(path[position + 1], int) else {})
@@ -316,7 +316,7 @@ def _empty(metadata: STORAGE_TYPES, layout: torch.Tensor | None) -> torch.Tensor
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(metadata, TensorStorageMetadata):
-        return None  # no tensor: replaced when read
+        return None  # not a tensor: replaced when read
     size, dtype = metadata.size, metadata.properties.dtype
     if layout is not None and layout.shape == size:
         return torch.zeros_like(layout, dtype=dtype, requires_grad=False)
@@ -324,7 +324,7 @@ def _empty(metadata: STORAGE_TYPES, layout: torch.Tensor | None) -> torch.Tensor
 
 
 def _described(metadata: STORAGE_TYPES) -> torch.Tensor | None:
-    """Return a tensor of the saved shape, without values; None for what is no tensor."""
+    """Return a meta tensor of the saved shape; None if the entry isn't a tensor."""
     size: torch.Size | None = getattr(metadata, "size", None)
     return None if size is None else torch.empty(size, device="meta")
 
@@ -334,7 +334,7 @@ def _metadata(folder: Path) -> dict[str, STORAGE_TYPES]:
 
 
 def _saved(folder: Path) -> dict[str, tuple[str | int, ...]]:
-    """Return the keys of the checkpoint in ``folder``, each with the path that leads to it in the state dict."""
+    """Return the keys of the checkpoint in ``folder``, each with its path in the state dict."""
     metadata = read_metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
     return {key: tuple(paths.get(key, key.split(".", 1))) for key in metadata.state_dict_metadata}
@@ -349,14 +349,14 @@ def _read(folder: Path, state: StateDict) -> None:
 
 @final
 class InPlace(StateAccess):
-    """Access to models whose parameters are ordinary tensors or DTensors, and to optimizers over them.
+    """Access to models whose parameters are plain tensors or DTensors, and to their optimizers.
 
     Args:
-        named_parameters: the parameters of a model under every name of the user's own model.
-        canonical: a name in a model's state dict as the user's own model has it.
+        named_parameters: returns the parameters of a model under every name of the user's own model.
+        canonical: returns the name in the user's own model for a name in the prepared model's state dict.
         restorer: called by :meth:`restorer` as ``(model, folder, index)``.
         before_gathering: called with an optimizer on every rank, before its state is gathered.
-        broadcasting: the models whose buffers DDP broadcasts from the main process, with the DDP module that does.
+        broadcasting: the models whose buffers DDP broadcasts from the main process, with their DDP modules.
     """
 
     def __init__(
@@ -373,16 +373,16 @@ class InPlace(StateAccess):
         self._before_gathering = before_gathering
 
     def canonical(self, name: str) -> str:
-        """Return a name in a prepared model's state dict as the user's own model has it."""
+        """Return the name in the user's own model for a name in the prepared model's state dict."""
         return self._canonical(name)
 
     def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
-        """Return whether DDP does so: not after a forward under ``no_sync`` or ``no_grad``."""
+        """Return whether DDP broadcasts them: not after a forward under ``no_sync`` or ``no_grad``."""
         replica = self._replica_of(model)
         return replica is not None and replica.will_sync_module_buffers()
 
     def keep_buffers(self, model: torch.nn.Module) -> None:
-        """Have DDP broadcast nothing before the next forward."""
+        """Make DDP skip the broadcast before the next forward."""
         replica = self._replica_of(model)
         if replica is not None:
             replica.require_forward_param_sync = False
@@ -393,16 +393,16 @@ class InPlace(StateAccess):
     def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
     ) -> Callable[[], object] | None:
-        """Return what the given ``restorer`` returns; None without one."""
+        """Return the result of the given ``restorer``; None without one."""
         return None if self._restorer is None else self._restorer(model, folder, index)
 
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
-        """Return the model itself, or a wrapper that shards whole tensors if it has DTensors."""
+        """Return the model itself, or a wrapper that shards full tensors if it has DTensors."""
         has_pieces = isinstance(model, torch.nn.Module) and any(map(_is_dtensor, model.parameters()))
         return _ShardedModel(self, model) if has_pieces else model
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
-        """Gather one tensor after the other; tied names share one tensor in the result too."""
+        """Gather one tensor at a time; tied names share one tensor in the result too."""
         gathered: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for name, value in self.model_shards(model).items():
@@ -413,13 +413,13 @@ class InPlace(StateAccess):
         return state
 
     def model_shards(self, model: torch.nn.Module) -> StateDict:
-        """Return the live tensors, detached from gradients; tied names have the same object."""
+        """Return the detached live tensors; tied names have the same object."""
         state = model.state_dict(keep_vars=True)
         detached = {id(value): value.detach() if isinstance(value, torch.Tensor) else value for value in state.values()}
         return {self.canonical(name): detached[id(value)] for name, value in state.items()}
 
     def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
-        """Set what packed weights need; the other tensors are the model's own and have been read in place."""
+        """Set the statistics of packed weights; the other tensors have been read in place."""
         load_statistics(model, shards, self.canonical)
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -470,7 +470,7 @@ class InPlace(StateAccess):
     def load_optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
     ) -> None:
-        """Load as ``load_state_dict`` does, with names in place of numbers."""
+        """Load as ``load_state_dict`` does, with names instead of numbers."""
         names = self._name_of(models)
         settings = {name: group for group in shards["param_groups"] for name in group.get("params", ())}
         groups: list[dict[str, Any]] = []
@@ -489,7 +489,7 @@ class InPlace(StateAccess):
     def full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> StateDict:
-        """Return the optimizer's state dict with every tensor whole, on the CPU."""
+        """Return the optimizer's state dict with full tensors on the CPU."""
         if self._before_gathering is not None:
             self._before_gathering(optimizer)
         state = split_optimizer(optimizer.state_dict(), optimizer)
@@ -502,9 +502,9 @@ class InPlace(StateAccess):
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
     ) -> None:
-        """Load whole tensors; those of a parameter's shape are sharded as the parameter is."""
+        """Load full tensors; those of a parameter's shape are sharded as the parameter is."""
         parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-        if _is_named(state):  # the classic form of FSDP
+        if _is_named(state):  # FSDP's classic format
             layouts = self.layouts(models)
             named = {
                 name: {key: shard_like(value, layouts[name]) for key, value in entries.items()}
@@ -526,7 +526,7 @@ class InPlace(StateAccess):
 
 @final
 class _ShardedModel:
-    """A model with DTensors as an object that whole tensors can be loaded into."""
+    """A wrapper of a model with DTensors, into which full tensors can be loaded."""
 
     def __init__(self, access: InPlace, model: torch.nn.Module) -> None:
         self._access = access
@@ -537,7 +537,7 @@ class _ShardedModel:
         return self._access.model_shards(self._model)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> LoadedKeys:
-        """Copy to every tensor its shard of the value of its name."""
+        """Copy to every tensor its shard of the value of the same name."""
         own = {name: value for name, value in self.state_dict().items() if not is_statistic(name)}
         packed = {f"{name}.weight" for name, _ in packed_layers(self._model)}
         missing, unexpected = require_fit(own, state, strict=strict, packed=packed)
@@ -563,7 +563,7 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def gather_to_cpu(value: object, keeps: bool) -> object:
-    """Return ``value`` gathered from all ranks, in CPU memory, where ``keeps``; a collective for shards."""
+    """Return ``value`` gathered from all ranks, in CPU memory, if ``keeps``; a collective for sharded tensors."""
     if not isinstance(value, torch.Tensor):
         return value
     value = gather_tensor(value)
@@ -571,7 +571,7 @@ def gather_to_cpu(value: object, keeps: bool) -> object:
 
 
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of ``tensor``, on the device where it computes. A collective for shards."""
+    """Return the full tensor of ``tensor`` on its compute device; a collective for sharded tensors."""
     data: Any = tensor.detach()
     if not _is_dtensor(data):
         return data
@@ -581,7 +581,7 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(value: Any, tensor: torch.Tensor) -> Any:
-    """Return ``value``, whole on every rank, sharded and placed as ``tensor`` of the same shape is."""
+    """Return ``value``, a full tensor on every rank, sharded and placed like ``tensor`` if the shapes are equal."""
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or _is_dtensor(value):
         return value
     data: Any = tensor.detach()

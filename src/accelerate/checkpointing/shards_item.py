@@ -1,10 +1,11 @@
-"""The item of sharded state: every rank writes its own shards, as torch's distributed checkpoint has them.
+"""The checkpoint item of sharded state: every rank writes its shards, in the format of torch's distributed checkpoint.
 
-torch plans and writes the files; the messages between ranks are ours. So the ranks can exchange plans without the
-training's process group, and the same state gives the same bytes whether the training waits for them or not.
+torch plans and writes the files; we send the messages between ranks. So the ranks can exchange plans without the
+training's process group, and synchronous and asynchronous saves write the same bytes.
 
-What rank 0 plans grows with the pieces that are proposed to it. Of more than :data:`MAX_RANKS` ranks, each proposes
-only what no other does: a piece falls to one of its replicas by name, whole values to the first rank that has them.
+Rank 0's planning time grows with the number of proposed pieces. With more than :data:`MAX_RANKS` ranks, each piece is
+proposed once: one of its replicas, chosen by name, proposes a shard, and the first rank that has them proposes values
+that aren't sharded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The classes that messages between ranks may name, besides those of an index.
+#: The classes that messages between ranks may name, besides those of the metadata.
 _MESSAGES = {
     **DESCRIPTIONS,
     "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
@@ -47,12 +48,12 @@ _MESSAGES = {
 
 @final
 class ShardsItem(CheckpointItem):
-    """This rank's shards of one state, written as files of ``folder``.
+    """This rank's shards of one state, written to files in ``folder``.
 
     Args:
-        state: nested dicts and lists; tensors may be whole, or DTensors and ShardedTensors.
+        state: nested dicts and lists; tensors may be plain tensors, DTensors or ShardedTensors.
         ranks: the ranks that write the folder together.
-        staging: the staging directory that the folder is in.
+        staging: the staging directory that contains the folder.
     """
 
     def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
@@ -72,18 +73,18 @@ class ShardsItem(CheckpointItem):
         return [value for value in self._planner.values.values() if isinstance(value, torch.Tensor)]
 
     def planned(self) -> Iterable[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
-        """Return each piece that this rank proposes to write, in order, with its values."""
+        """Return the pieces that this rank proposes to write, in order, with their values."""
         return [(item, self._planner.values[item.index]) for item in self._plan.items]
 
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Replace the shards by the copies; entries that are no tensors are held as bytes already."""
+        """Replace the shards by the copies; other entries are already stored as bytes."""
         values: dict[Any, Any] = self._planner.values
         self._planner.values = {
             index: copies[id(value)] if isinstance(value, torch.Tensor) else value for index, value in values.items()
         }
 
     def write(self, create: Create) -> None:
-        """Write the shards of all ranks into the folder; all ranks of the folder call this."""
+        """Write this rank's shards into the folder; a collective of the folder's ranks."""
         with convert_torch_errors(f"save {self.folder}"):
             self._write()
 
@@ -108,7 +109,7 @@ class ShardsItem(CheckpointItem):
         self._step(lambda: self._record(names))
 
     def _step(self, act: Callable[[], T]) -> T:
-        """Return the result of ``act()`` once it has succeeded on every rank; raise on all otherwise."""
+        """Return the result of ``act()`` if it succeeded on every rank; else raise on all ranks."""
         error: Exception | None = None
         result: Any = None
         try:
@@ -133,7 +134,7 @@ class ShardsItem(CheckpointItem):
         return writing.value()
 
     def _record(self, names: Iterable[str]) -> None:
-        """Measure the files that this rank has written."""
+        """Record size and checksum of the files that this rank has written."""
         if self._staging is None:
             return
         for name in names:
@@ -143,15 +144,15 @@ class ShardsItem(CheckpointItem):
 
 
 def without_replicas(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
-    """Return ``plan`` without the pieces of DTensors that another rank of their mesh, chosen by name, proposes."""
+    """Return ``plan`` without the pieces of DTensors that another replica, chosen by name, proposes."""
     return replace(plan, items=[item for item in plan.items if _is_own(item.index.fqn, state.get(item.index.fqn))])
 
 
 def _is_own(name: str, value: Any) -> bool:
-    """Return whether this rank is the one of the replicas of its piece that ``name`` falls to."""
+    """Return whether this rank is the replica that proposes its piece of ``name``."""
     placements: Sequence[Any] = getattr(value, "placements", ())
     if not placements:
-        return True  # no DTensor
+        return True  # not a DTensor
     own, count = 0, 1
     for size, at, placement in zip(
         value.device_mesh.shape, value.device_mesh.get_coordinate(), placements, strict=True
@@ -162,7 +163,7 @@ def _is_own(name: str, value: Any) -> bool:
 
 
 def whole_values(plan: SavePlan) -> int:
-    """Return a checksum of the names of values that are whole in this rank's plan."""
+    """Return a checksum of the names of values in this rank's plan that aren't sharded."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     names = sorted(item.index.fqn for item in plan.items if item.type != WriteItemType.SHARD)
@@ -170,12 +171,12 @@ def whole_values(plan: SavePlan) -> int:
 
 
 def is_first_alike(ranks: Ranks, checksum: int) -> bool:
-    """Return whether no rank before this one has the same checksum."""
+    """Return whether this is the first rank with this checksum."""
     return checksum not in ranks.all_gather(checksum)[: ranks.rank]
 
 
 def proposed(plan: SavePlan, is_first: bool) -> SavePlan:
-    """Return this rank's proposed plan: its shards, and whole values if it is the first to have them."""
+    """Return this rank's proposed plan: its shards, and, if ``is_first``, its values that aren't sharded."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     items = [item for item in plan.items if is_first or item.type == WriteItemType.SHARD]
@@ -196,7 +197,7 @@ def _unpacked(data: bytes) -> Any:
 
 @cache  # made when first needed: importing torch's part takes half a second
 def _save_classes() -> tuple[type, type]:
-    """Return a planner that holds the values to write, and a writer without recorded times and paths."""
+    """Return a planner that holds the values to write, and a writer that records no times and paths."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -211,7 +212,7 @@ def _save_classes() -> tuple[type, type]:
             return value.detach().contiguous() if isinstance(value, torch.Tensor) else value
 
         def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-            """Plan as torch does; of many ranks in a time that grows with the pieces, not with their square."""
+            """Plan as torch does; for many ranks, in linear instead of quadratic time in the number of pieces."""
             if len(all_plans) <= MAX_RANKS:
                 return super().create_global_plan(each_once(all_plans, shards=False))
             plans, metadata = create_default_global_save_plan(each_once(all_plans), rewrite_index_hints=False)
@@ -226,7 +227,7 @@ def _save_classes() -> tuple[type, type]:
             return StorageMeta()
 
         def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-            """Name the files, of many ranks in folders by thousand."""
+            """Name the files; with many ranks, in folders by thousand."""
             return [
                 replace(plan, storage_data=replace(data, prefix=f"{folder_of_rank(rank, len(plans))}{data.prefix}"))
                 for rank, plan in enumerate(super().prepare_global_plan(plans))
@@ -237,9 +238,9 @@ def _save_classes() -> tuple[type, type]:
 
 
 def each_once(plans: Sequence[SavePlan], *, shards: bool = True) -> list[SavePlan]:
-    """Return the plans with each piece in the first of the plans that have it; without ``shards``, each whole value.
+    """Return the plans with each piece only in the first plan that has it; without ``shards``, keep all shards.
 
-    Whole values may differ between ranks (the statistics of BatchNorm): those of the first rank are saved.
+    Values that aren't sharded may differ between ranks (the statistics of BatchNorm); the first rank's are saved.
     """
     from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -253,7 +254,7 @@ def each_once(plans: Sequence[SavePlan], *, shards: bool = True) -> list[SavePla
 
 
 def require_whole(metadata: Metadata) -> None:
-    """Raise unless the pieces of each tensor lie in it, don't overlap and fill it.
+    """Raise unless the pieces of each tensor are within its bounds, don't overlap, and cover it.
 
     Raises:
         CheckpointError: the text names the tensors.
@@ -278,7 +279,7 @@ def _is_filled(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> b
         return False
     if len(boxes) == 1:
         return True
-    # Along the dimension that is cut into the most parts, few pieces lie beside each other.
+    # Sweep along the dimension with the most parts, where the fewest pieces have to be compared.
     along = max(range(len(size)), key=lambda dim: len({low[dim] for low, _ in boxes}))
     active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for low, high in sorted(boxes, key=lambda box: box[0][along]):

@@ -1,8 +1,8 @@
-"""Storage of checkpoints: folders on a local disk or behind a network, and which file names are safe in them.
+"""Storage of checkpoints: folders on a local disk or in remote storage, and safe file names.
 
-Files that are named by another file are read, replaced and removed in that file's folder only. A checkpoint comes from
-somebody else (compare GHSA-4j2p-28q2-5m79): what its index, manifest or metadata names must not lead to other files of
-the machine that loads it, or saves over it, under the naming rules of any operating system.
+Files that another file names are read, replaced and removed only in that file's folder. A checkpoint may come from
+somebody else (compare GHSA-4j2p-28q2-5m79): names in its index, manifest or metadata must not lead to other files of
+the machine that loads or replaces it, under the naming rules of any operating system.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..optional import require
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-#: The number of times that a network operation is tried.
+#: How often a network operation is tried.
 NUM_ATTEMPTS: Final = 5
 FIRST_PAUSE_SECONDS: Final = 0.5
-#: Errors that stay the same however often an operation is retried.
+#: Errors that retries can't fix.
 _PERMANENT_ERRORS: Final = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
 )
-#: Packages whose errors are those of a network, so that a retry may succeed.
+#: Packages whose errors are network errors, so a retry may succeed.
 _NETWORK_PACKAGES: Final = frozenset({"aiohttp", "botocore", "urllib3", "requests", "httpx", "google", "azure"})
 
 
 class Storage(ABC):
-    """A folder on some storage; it need not exist."""
+    """A folder in a storage; it may not exist yet."""
 
     @property
     @abstractmethod
@@ -56,15 +56,15 @@ class Storage(ABC):
 
     @abstractmethod
     def parent(self) -> Storage:
-        """Return the folder that this one lies in."""
+        """Return the parent folder."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """List the names of the folders in this one."""
+        """List the names of the subfolders."""
 
     @abstractmethod
     def files(self) -> dict[str, int]:
-        """List all files, also those in subfolders, with their sizes in bytes."""
+        """List all files, including subfolders, with their sizes in bytes."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -72,7 +72,7 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write ``data`` to a file, whole or not at all."""
+        """Write ``data`` to a file atomically."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -80,7 +80,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the folder such that a crash midway leaves nothing like a checkpoint."""
+        """Remove the folder; a crash midway never leaves a folder that looks like a checkpoint."""
 
     def holds(self, name: str) -> bool:
         """Return whether there is such a file."""
@@ -118,11 +118,11 @@ class LocalStorage(Storage):
         return LocalStorage(self.path / name)
 
     def parent(self) -> LocalStorage:
-        """Return the folder that this one lies in."""
+        """Return the parent folder."""
         return LocalStorage(self.path.absolute().parent)
 
     def folders(self) -> list[str]:
-        """List the names of the folders in this one."""
+        """List the names of the subfolders."""
         return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
 
     def files(self) -> dict[str, int]:
@@ -166,7 +166,7 @@ class LocalStorage(Storage):
 
 @final
 class RemoteStorage(Storage):
-    """A folder in any file system that fsspec knows: ``s3://``, ``gs://``, ``memory://``, ...
+    """A folder in a file system of fsspec: ``s3://``, ``gs://``, ``memory://``, ...
 
     Settings of the service (endpoint, credentials) come from its own variables and from fsspec's configuration.
     """
@@ -181,7 +181,7 @@ class RemoteStorage(Storage):
         """Return the folder at a URL.
 
         Raises:
-            CheckpointError: no installed package knows the protocol.
+            CheckpointError: no installed package supports the protocol.
         """
         fsspec = require("fsspec", "remote", purpose=f"{url}: a folder that is not on a disk")
         try:
@@ -203,11 +203,11 @@ class RemoteStorage(Storage):
         return RemoteStorage(self._system, f"{self.path}/{name}", f"{self._url}/{name}")
 
     def parent(self) -> RemoteStorage:
-        """Return the folder that this one lies in."""
+        """Return the parent folder."""
         return RemoteStorage(self._system, self.path.rpartition("/")[0], self._url.rpartition("/")[0])
 
     def folders(self) -> list[str]:
-        """List the names of the folders in this one."""
+        """List the names of the subfolders."""
         found = self._call("list", lambda: self._without_cache().ls(self.path, detail=True), missing=[])
         return [
             entry["name"].rstrip("/").rpartition("/")[2]
@@ -232,7 +232,7 @@ class RemoteStorage(Storage):
         return bytes(self._call(f"read {name} of", lambda: self._without_cache().cat_file(f"{self.path}/{name}")))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write ``data`` to a file: an object store takes a whole object or none."""
+        """Write ``data`` to a file; object stores write atomically."""
         self._call(f"write {name} in", lambda: self._system.pipe_file(f"{self.path}/{name}", data))
 
     def delete(self, name: str) -> None:
@@ -245,7 +245,7 @@ class RemoteStorage(Storage):
         self._call("remove", lambda: self._without_cache().rm(self.path, recursive=True), missing=None)
 
     def upload(self, local: Path, name: str) -> None:
-        """Upload a local file, and check its size there."""
+        """Upload a local file, and check its uploaded size."""
 
         def put() -> None:
             remote = f"{self.path}/{name}"
@@ -271,7 +271,7 @@ class RemoteStorage(Storage):
         return self._system
 
     def _call(self, what: str, call: Callable[[], T], **otherwise: T) -> T:
-        """Return the result of ``call()``, retried as :func:`retry` does; ``missing`` where no such file is."""
+        """Return the result of ``call()`` with :func:`retry`; return ``missing``, if given, for a missing file."""
         try:
             return retry(call, f"{what} {self}")
         except FileNotFoundError:
@@ -281,11 +281,11 @@ class RemoteStorage(Storage):
 
 
 def retry(call: Callable[[], T], what: str) -> T:
-    """Return the result of ``call()``, retried with growing pauses after errors that may pass; raise the last one."""
+    """Return the result of ``call()``, retried after transient errors with growing pauses; raise the last error."""
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
             return call()
-        except Exception as error:  # which errors may pass depends on packages that need not be installed
+        except Exception as error:  # the transient errors are those of packages that may not be installed
             if attempt == NUM_ATTEMPTS or not _is_transient(error):
                 raise
             pause_seconds = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
@@ -304,7 +304,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def reason_against(name: object) -> str | None:
-    """Describe why ``name`` can't be the name of a file in a folder, on POSIX or Windows; None where it can."""
+    """Describe why ``name`` isn't a safe file name in a folder, on POSIX or Windows; None if it is safe."""
     if not isinstance(name, str) or not name or "\0" in name:
         return "is no file name"
     windows = PureWindowsPath(name)
@@ -314,24 +314,24 @@ def reason_against(name: object) -> str | None:
         return "names a drive"
     if PurePosixPath(name).is_absolute() or windows.root:
         return "is an absolute path"
-    if ".." in windows.parts:  # which splits at both / and \
+    if ".." in windows.parts:  # it splits at both / and \
         return "leads out of the folder by `..`"
     return None if PurePosixPath(name).parts else "is no file name"
 
 
 def inside(folder: str | PathLike[str], name: object, named_by: object, *, is_replaced: bool = False) -> Path:
-    """Return the path of the file ``name`` in ``folder``, after having followed links.
+    """Return the path of the file ``name`` in ``folder``; raise if it leads out of the folder.
 
-    Links may lead to other places in the folder, and to the folder in which ``named_by`` really lies: in a cache of the
-    Hugging Face Hub an index and the files that it names are links to neighbours.
+    Links may lead to other paths in the folder, and to the real folder of ``named_by``: in a cache of the Hugging Face
+    Hub, an index and the files that it names are links into one folder.
 
     Args:
-        named_by: the file, or the listing, that names it; for the error too.
-        is_replaced: the file is created, moved or removed instead of read. A link of its name is then replaced itself,
-            so only the links on the way to it are followed, and they must stay in ``folder``.
+        named_by: the file or the listing that names it; also for the error message.
+        is_replaced: the file is created, moved or removed instead of read. Then a link of this name is replaced itself,
+            so only links in its parent folders are followed, and they must stay in ``folder``.
 
     Raises:
-        CheckpointError: it is an absolute or network path, has a drive or `..`, or is a link that leads out.
+        CheckpointError: it is an absolute or network path, has a drive or `..`, or is a link to outside.
     """
     reason = reason_against(name)
     if reason is None:
@@ -358,7 +358,7 @@ _FORBIDDEN: Final = frozenset('<>:"|?*') | frozenset(map(chr, range(32)))
 
 
 def problem_on_windows(path: str | PathLike[str]) -> str | None:
-    """Describe why Windows can't make ``path`` (absolute, relative, with a drive or a share); None where it can."""
+    """Describe why Windows can't make ``path`` (absolute, relative, with a drive or a share); None if it can."""
     parsed = PureWindowsPath(path)
     for part in parsed.parts[1:] if parsed.anchor else parsed.parts:
         if part.partition(".")[0].rstrip(" ").upper() in _DEVICES:
@@ -371,7 +371,7 @@ def problem_on_windows(path: str | PathLike[str]) -> str | None:
 
 
 def check_name(path: str | PathLike[str], *, is_windows: bool = os.name == "nt") -> None:
-    """Refuse a checkpoint folder that this system would make under another name, or not at all.
+    """Raise for a checkpoint folder that this system can't make, or would make under another name.
 
     Raises:
         CheckpointError: on Windows, for a device, a forbidden character, a dot or a space at the end.

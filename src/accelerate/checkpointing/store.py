@@ -1,16 +1,16 @@
-"""One folder that holds one checkpoint: files are staged beside it, and committed all at once or not at all.
+"""The folder of one checkpoint: files are staged beside it and committed atomically.
 
-A save goes through these states; a crash between any two leaves a checkpoint that loads:
+A save has these steps; a crash between any two leaves a checkpoint that loads:
 
-1. ``.X.tmp-<uuid>`` beside ``X`` takes every file; hooks and strategies write there too.
-2. Every file is fsynced and measured, and all ranks agree that theirs are.
-3. The manifest is written into the staging directory, last, and fsynced: from here on, the save can't be undone.
-4. A target that doesn't exist appears by one rename. Into one that does, the files move one by one and the
-   manifest last; other programs' files stay, files of the checkpoint that was there are removed. A reader that finds a
-   target without a manifest finishes a move that a crash cut short (:meth:`CheckpointStore.recover`).
-5. All ranks agree that it is done; only then are older checkpoints pruned.
+1. All files are written to ``.X.tmp-<uuid>`` beside ``X``, also those of hooks and strategies.
+2. Every file is fsynced and measured, and all ranks confirm this.
+3. The manifest is written into the staging directory last, and fsynced: from here on, the save can't be undone.
+4. If the target doesn't exist, the directory is renamed to it. Else the files are moved one by one and the manifest
+   last; other programs' files stay, and files of the previous checkpoint are removed. A reader that finds a target
+   without a manifest finishes a move that a crash interrupted (:meth:`CheckpointStore.recover`).
+5. All ranks confirm the commit; only then are older checkpoints pruned.
 
-Where nodes don't share a disk, each node's first rank stages and commits the folder of its node.
+If nodes don't share a disk, each node's first rank stages and commits the folder of its node.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ except ImportError:  # every other system
     msvcrt: Any = None
 
 _LOCK_SUFFIX: Final = ".lock"
-_locks: dict[int, Path | None] = {}  # descriptor -> the file to remove, where one was made
+_locks: dict[int, Path | None] = {}  # descriptor -> the lock file to remove, if there is one
 
 
 def lock(folder: Path) -> int:
-    """Mark ``folder`` as in use until :func:`unlock`, or until this process dies; return the lock's descriptor."""
+    """Lock ``folder`` until :func:`unlock`, or until this process ends; return the lock's descriptor."""
     beside = None if fcntl is not None else _lock_file_of(folder)
     descriptor = os.open(folder, os.O_RDONLY) if beside is None else os.open(beside, os.O_RDWR | os.O_CREAT)
-    with suppress(OSError):  # a file system without locks: leftovers there look abandoned at once
+    with suppress(OSError):  # a file system without locks: staging directories there always look abandoned
         _try_to_lock(descriptor)
     _locks[descriptor] = beside
     return descriptor
 
 
 def unlock(descriptor: int) -> None:
-    """Release the lock that :func:`lock` returned the descriptor of."""
-    if descriptor not in _locks:  # a forked child, whose copy is closed already
+    """Release the lock of a descriptor from :func:`lock`."""
+    if descriptor not in _locks:  # in a forked child: its copy is already closed
         return
     beside = _locks.pop(descriptor)
     os.close(descriptor)
@@ -74,9 +74,9 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process that is still alive, this one included, writes into ``folder``.
+    """Return whether a live process, including this one, holds the lock of ``folder``.
 
-    Nobody does once another job has removed it.
+    Return False if another job has removed the folder.
     """
     beside = None if fcntl is not None else _lock_file_of(folder)
     try:
@@ -111,7 +111,7 @@ def _try_to_lock(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Close all locks in a forked child: a loader's worker that outlives its parent would hold them."""
+    """Close all locks in a forked child, because a loader's worker that outlives its parent would hold them."""
     while _locks:
         os.close(_locks.popitem()[0])
 
@@ -124,7 +124,7 @@ if hasattr(os, "register_at_fork"):
 
 @final
 class DurableFile:
-    """A file with size and checksum computed during writing, and an fsync at the end."""
+    """A file that computes size and checksum during writing, with an fsync at the end."""
 
     def __init__(self, path: Path, progress: ByteProgress = SILENT) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
@@ -133,7 +133,7 @@ class DurableFile:
         self._checksum = 0
 
     def write(self, data: Buffer, /) -> int:
-        """Write all of ``data`` to the file (not yet to disk)."""
+        """Write all of ``data`` to the file, without an fsync."""
         rest = memoryview(data).cast("B")
         while rest:
             count = self._file.write(rest)
@@ -153,7 +153,7 @@ class DurableFile:
         return FileRecord(self._size, self._checksum)
 
     def close(self) -> None:
-        """Close the file, on disk or not."""
+        """Close the file, without an fsync."""
         self._file.close()
 
 
@@ -163,14 +163,14 @@ class StagingDirectory:
     """The staging directory of an unfinished checkpoint, and the files that this rank writes.
 
     Attributes:
-        folder: the directory; hooks and strategies may write into it by any means.
-        is_writer: whether this rank writes the files that all ranks have in common.
+        folder: the directory; hooks and strategies may write into it in any way.
+        is_writer: whether this rank writes the common files of all ranks.
         ranks: the processes that write this checkpoint together.
         is_committer: whether this rank commits the staging directory of its node.
-        description: the manifest to be, without files.
-        records: size and checksum of the files that this rank has written.
+        description: the future manifest, without files.
+        records: sizes and checksums of the files that this rank has written.
         pickled: the names of those files that are pickles.
-        details: JSON values for the manifest, beside those of ``description``.
+        details: JSON values for the manifest, in addition to those of ``description``.
     """
 
     folder: Path
@@ -200,10 +200,10 @@ class StagingDirectory:
 
 
 class Store(ABC):
-    """The folder of one checkpoint, on a disk or behind a network.
+    """The folder of one checkpoint, on a disk or in remote storage.
 
     Attributes:
-        ranks: the processes that write or read it together. All of them call every method.
+        ranks: the processes that write or read it together. Every method is a collective.
     """
 
     ranks: Ranks
@@ -218,7 +218,7 @@ class Store(ABC):
 
     @abstractmethod
     def begin(self, description: Manifest | None = None) -> StagingDirectory:
-        """Make a staging directory; ``description`` is the manifest to be, without files."""
+        """Make a staging directory; ``description`` is the future manifest, without files."""
 
     @abstractmethod
     def commit(self, staging: StagingDirectory) -> None:
@@ -226,20 +226,20 @@ class Store(ABC):
 
     @abstractmethod
     def abandon(self, staging: StagingDirectory) -> None:
-        """Remove a staging directory that is not committed."""
+        """Remove a staging directory that isn't committed."""
 
     @contextmanager
     def abandon_on_error(self, staging: StagingDirectory) -> Iterator[None]:
-        """Yield a block; if it fails on any rank, abandon the staging directory and raise on all.
+        """Enter a context; if it fails on any rank, abandon the staging directory and raise on all ranks.
 
         Raises:
-            CheckpointError: on every rank, when any rank failed; the text names that rank and its reason.
+            CheckpointError: on every rank, if any rank failed; the text has that rank and its reason.
         """
         what = f"save {self.address}"
         try:
             try:
                 yield
-            except Exception as error:  # raised again once the other ranks know of it
+            except Exception as error:  # raised again after the other ranks have been told
                 self.ranks.agree(error, what)
                 raise
             self.ranks.agree(None, what)
@@ -249,7 +249,7 @@ class Store(ABC):
 
     @contextmanager
     def committing(self, staging: StagingDirectory) -> Iterator[None]:
-        """Yield a block that :meth:`abandon_on_error` watches, then commit the staging directory."""
+        """Enter a context as :meth:`abandon_on_error`, then commit the staging directory."""
         with staging.held:
             with self.abandon_on_error(staging):
                 yield
@@ -261,7 +261,7 @@ class Store(ABC):
 
     @contextmanager
     def transaction(self, description: Manifest | None = None) -> Iterator[StagingDirectory]:
-        """Yield a staging directory, and commit it when the block has succeeded on every rank."""
+        """Enter a context with a staging directory, and commit it if the block succeeds on every rank."""
         staging = self.begin(description)
         with self.committing(staging):
             yield staging
@@ -273,29 +273,29 @@ class Store(ABC):
         """Read the manifest of the checkpoint here; None for a folder without one.
 
         Raises:
-            CheckpointError: it is torn, foreign, or of a newer format.
+            CheckpointError: it is incomplete, from another program, or of a newer format.
         """
 
     @abstractmethod
     def require(self) -> None:
-        """Raise unless the folder is there.
+        """Raise if the folder doesn't exist.
 
         Raises:
-            CheckpointNotFound: on every rank, when any rank doesn't see it.
+            CheckpointNotFound: on every rank, if any rank doesn't see it.
         """
 
     @abstractmethod
     def problem(self) -> str | None:
-        """Read every byte and describe why the checkpoint here must not be loaded; None when it is whole."""
+        """Read every byte and describe why the checkpoint must not be loaded; None if it is valid."""
 
     @property
     @abstractmethod
     def readable(self) -> Path:
-        """The folder from which its files can be read, once :meth:`problem` has looked at them."""
+        """The local folder with the files to read, after a call of :meth:`problem`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove files that were downloaded to be read."""
+        """Remove downloaded files."""
 
 
 #: A function ``create(name, pickle=)`` that opens a new file of a checkpoint.
@@ -311,8 +311,8 @@ class CheckpointStore(Store):
     """The folder of one checkpoint, on a disk.
 
     Args:
-        folder: the folder of the checkpoint, which need not exist.
-        world: the processes that take part; None is one process by itself.
+        folder: the folder of the checkpoint; it may not exist yet.
+        world: the processes that take part; None means this process alone.
         on_each_node: the common files are written once per node instead of once (nodes that share the folder
             share the files).
         ranks: the processes that take part, in place of ``world``.
@@ -339,11 +339,11 @@ class CheckpointStore(Store):
     # ------------------------------------------------------------------------------------------- writing
 
     def begin(self, description: Manifest | None = None) -> StagingDirectory:
-        """Make a staging directory beside this folder: one on each node, where nodes don't share the disk."""
+        """Make a staging directory beside this folder; one on each node if nodes don't share the disk."""
         staging = StagingDirectory(Path(), False, self.ranks, False, description or Manifest({}))
         try:
             self._stage(staging)
-        except BaseException:  # a rank that has made its folder learns here that another could not
+        except BaseException:  # this rank may have made its folder, and another rank failed
             self.abandon(staging)
             raise
         return staging
@@ -391,27 +391,27 @@ class CheckpointStore(Store):
         staging.folder, staging.is_committer = staging_path, True
 
     def make_beside(self, staging: StagingDirectory) -> Path:
-        """Make a locked folder beside a staging directory, whose manifest a reader finds after a crash."""
+        """Make a locked folder beside a staging directory; readers find its manifest after a crash."""
         beside = staging.folder.with_name(f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}")
         beside.mkdir()
         staging.held.callback(unlock, lock(beside))
         return beside
 
     def restore(self, beside: Path) -> None:
-        """Move the checkpoint in a folder of :meth:`make_beside` back here."""
+        """Move the checkpoint in ``beside``, a folder from :meth:`make_beside`, back here."""
         if (beside / MANIFEST_NAME).exists():
             self._move_in(beside)
         else:
             shutil.rmtree(beside, ignore_errors=True)
 
     def abandon(self, staging: StagingDirectory) -> None:
-        """Remove the staging directory, unless its files are being moved already: the next reader finishes that."""
+        """Remove the staging directory, unless its files are being moved; then the next reader finishes that."""
         staging.held.close()
         if staging.is_committer and not self._moving:
             shutil.rmtree(staging.folder, ignore_errors=True)
 
     def commit(self, staging: StagingDirectory) -> None:
-        """Write the manifest of the staged files, and move all of them into the folder."""
+        """Write the manifest of the staged files, and move them into the folder."""
         what = f"commit {self.folder}"
         records = {name: (record.size, record.crc32) for name, record in staging.records.items()}
         gathered = self.ranks.all_gather((staging.folder, records, staging.pickled, staging.details))
@@ -469,11 +469,11 @@ class CheckpointStore(Store):
         write_durably(staging_path / MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
-        """Return the files of the present checkpoint that the new one doesn't have."""
+        """Return the files of the existing checkpoint that the new one doesn't have."""
         try:
             before = read_manifest(self.folder)
         except CheckpointError:
-            return ()  # torn or foreign: which files were a checkpoint's is unknown
+            return ()  # incomplete or foreign: it is unknown which files belong to a checkpoint
         gone = sorted(set(before.files) - set(files)) if before else []
         for name in gone:
             inside(self.folder, name, self.folder / MANIFEST_NAME, is_replaced=True)
@@ -488,7 +488,7 @@ class CheckpointStore(Store):
         self._move_in(staging_path)
 
     def _check_manifest_is_ours(self) -> None:
-        """Refuse to replace a file of the manifest's name that another program wrote."""
+        """Raise FileExistsError if another program wrote the file with the manifest's name."""
         try:
             read_manifest(self.folder)
         except CheckpointError as error:
@@ -534,7 +534,7 @@ class CheckpointStore(Store):
         return read_manifest(self.folder)
 
     def recover(self) -> bool:
-        """Finish a commit that a crash cut short; return whether there was one."""
+        """Finish a commit that a crash interrupted; return whether there was one."""
         if (self.folder / MANIFEST_NAME).exists():
             return False
         complete: list[tuple[str, Path]] = []
@@ -560,7 +560,7 @@ class CheckpointStore(Store):
         )
 
     def problem(self) -> str | None:
-        """Describe why the checkpoint here must not be loaded; the ranks that see the same files share the reading."""
+        """Describe why the checkpoint must not be loaded; ranks that see the same files divide the reading."""
         reason: str | None = None
         keys = self.ranks.all_gather(_identity_of(self.folder / MANIFEST_NAME))
         mine = keys[self.ranks.rank] if len(keys) > 1 else keys[0]
@@ -576,7 +576,7 @@ class CheckpointStore(Store):
         manifest = self.manifest()
         if manifest is None:
             return f"no {MANIFEST_NAME}: the save never finished, or another program wrote the folder"
-        # spread by size, so that no rank reads most of the bytes
+        # distributed by size, so that no rank reads most of the bytes
         names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
         names = names[reader::num_readers]
         num_bytes = sum(manifest.files[name].size for name in names)
@@ -586,13 +586,13 @@ class CheckpointStore(Store):
             )
 
     def require(self) -> None:
-        """Raise unless the folder is there, after finishing a commit that a crash cut short.
+        """Finish a commit that a crash interrupted; raise if the folder doesn't exist then.
 
         Raises:
-            CheckpointNotFound: on every rank, when any rank doesn't see it.
+            CheckpointNotFound: on every rank, if any rank doesn't see it.
         """
         error: Exception | None = None
-        for chosen in (self.ranks.is_main, self.ranks.is_local_main):  # then nodes with disks of their own
+        for chosen in (self.ranks.is_main, self.ranks.is_local_main):  # then on nodes with their own disks
             try:
                 if chosen:
                     self.recover()
@@ -612,12 +612,12 @@ class CheckpointStore(Store):
             for parent in (self.folder.parent, self.folder)
             if parent.is_dir()
             for path in sorted(parent.iterdir())
-            # a link isn't ours: its target would be moved away
+            # a link isn't ours: its target would be moved
             if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()
         ]
 
     def _remove_leftovers(self) -> None:
-        """Remove staging directories of earlier, killed saves of this folder; failing to do so harms nothing."""
+        """Remove staging directories of earlier, killed saves of this folder; ignore errors."""
         for staging_path in self._staging_paths():
             if not is_locked(staging_path):
                 shutil.rmtree(staging_path, ignore_errors=True)
@@ -625,7 +625,7 @@ class CheckpointStore(Store):
 
 
 def _identity_of(path: Path) -> tuple[int, int, int]:
-    """Return numbers that identify a file: equal for one file, different for copies of it on several disks."""
+    """Return numbers that identify a file: equal for the same file, different for copies on several disks."""
     try:
         found = path.stat()
     except OSError:
@@ -634,7 +634,7 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Return the files in ``folder`` and its subfolders, seen from it."""
+    """Return the relative paths of the files in ``folder`` and its subfolders."""
     names: list[str] = []
     for parent, _, files in os.walk(folder):
         place = Path(parent).relative_to(folder).as_posix()
@@ -643,16 +643,16 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _shards(names: Iterable[str]) -> list[str]:
-    """Return the files of torch's distributed checkpoints: their index and entries without tensors are pickles."""
+    """Return the files of torch's distributed checkpoints; their metadata and entries without tensors are pickles."""
     return [name for name in names if name.endswith((".metadata", ".distcp"))]
 
 
 def fsync_path(path: Path) -> None:
-    """Fsync a file, or a folder's list of names; Windows writes the latter by itself."""
+    """Fsync a file, or a folder's entries; Windows does the latter itself."""
     try:
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs a writer there
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows needs write access
     except PermissionError:
-        if path.is_dir():  # Windows opens no folder
+        if path.is_dir():  # Windows can't open a folder
             return
         raise
     try:
@@ -665,7 +665,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whole and fsynced, or leave the file as it was."""
+    """Write ``data`` to ``path`` atomically, and fsync it."""
     beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with open(beside, "wb") as file:
@@ -673,7 +673,7 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:  # leave no half file, whatever stopped the writing
+    except BaseException:  # leave no partial file, whatever stopped the writing
         beside.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)

@@ -1,8 +1,7 @@
 """Safetensors files, written in one pass and read through the page cache.
 
-Written here rather than by the library because a checkpoint's file is checksummed while it is written, its
-tensors leave an accelerator one at a time, and no second copy of the state is ever made. The bytes are the
-format's own: any safetensors reader opens them.
+This module writes them itself, instead of using the library, to compute the checksum during the write, to copy tensors
+from the device one at a time, and to avoid a second copy of the state. Any safetensors reader can open the files.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-#: The format's names of the dtypes that every reader since safetensors 0.4.3 understands.
+#: The format's names of the dtypes that every reader since safetensors 0.4.3 supports.
 SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,7 +50,7 @@ class Writable(Protocol):
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the values of a tensor in row-major order, copied only where they don't lie so in host memory."""
+    """Return the values of a tensor in row-major order; copy only if they aren't contiguous in CPU memory."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else memoryview(b"")
 
@@ -60,7 +59,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> str:
     """Return the format's name of the tensor's dtype.
 
     Raises:
-        CheckpointError: the tensor has a dtype or a layout that the format doesn't know.
+        CheckpointError: the format doesn't support the tensor's dtype or layout.
     """
     spelled = SAFETENSORS_NAMES.get(tensor.dtype)
     if spelled is None or tensor.layout is not torch.strided or tensor.is_quantized:
@@ -86,9 +85,9 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Map
 
 
 def file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names in the order in which their values lie in a file.
+    """Return the names in the order of their values in a file.
 
-    Widest elements first, as the format's own library does: every tensor is then aligned to its element.
+    The largest elements come first, as in the format's own library, so every tensor is aligned to its element size.
     """
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
@@ -102,10 +101,10 @@ def write_tensors(
 ) -> None:
     """Write ``tensors`` to ``file`` in the safetensors format.
 
-    ``value_of(name)`` gives the values where ``tensors`` has only shapes; it is called once per name, in file order.
+    ``value_of(name)`` returns the values if ``tensors`` has only shapes; it is called once per name, in file order.
 
     Raises:
-        CheckpointError: a tensor has a dtype or a layout that the format doesn't know.
+        CheckpointError: the format doesn't support a tensor's dtype or layout.
     """
     names = file_order(tensors)
     file.write(_header(tensors, names, metadata))
@@ -117,7 +116,7 @@ def write_tensors(
 
 @final
 class TensorFile:
-    """An open safetensors file: names at once, values when asked for."""
+    """An open safetensors file, which reads values lazily."""
 
     def __init__(self, handle: safetensors.safe_open) -> None:
         self._handle = handle
@@ -127,7 +126,7 @@ class TensorFile:
         return list(self._handle.keys())
 
     def metadata(self) -> dict[str, str]:
-        """Return the text that was written beside the tensors."""
+        """Return the text metadata of the file."""
         return dict(self._handle.metadata() or {})
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -135,20 +134,20 @@ class TensorFile:
         return tuple(self._handle.get_slice(name).get_shape())
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor whose values may still lie in the file: copy it before the file can change."""
+        """Return a tensor that may be memory-mapped from the file: copy it before the file can change."""
         return cast(torch.Tensor, self._handle.get_tensor(name))
 
     def owned(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory of its own."""
+        """Return a tensor that owns its memory."""
         return self.mapped(name).clone()
 
 
 @contextmanager
 def open_tensors(path: str | PathLike[str], device: str = "cpu") -> Iterator[TensorFile]:
-    """Open the safetensors file at ``path`` for the block.
+    """Enter a context with the open safetensors file at ``path``.
 
     Raises:
-        CheckpointError: it isn't a whole safetensors file.
+        CheckpointError: it isn't a complete safetensors file.
     """
     try:
         handle = safetensors.safe_open(str(path), framework="pt", device=device)

@@ -1,7 +1,7 @@
-"""Files of model weights, under the names that other programs look for.
+"""Files of model weights, with the file names that other programs expect.
 
 ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``; with
-``safe_serialization=False`` ``pytorch_model.bin`` and its like. The second model of a checkpoint adds ``_1``.
+``safe_serialization=False``, ``pytorch_model.bin`` and so on. The second model of a checkpoint adds ``_1``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return the number of bytes of ``size``: ``"1GB"`` is 10**9, ``"1GiB"`` 2**30, ``"1Gb"`` (bits) 125 * 10**6.
 
     Raises:
-        CheckpointError: it is no such text (also a ValueError).
+        CheckpointError: it isn't such a text (also a ValueError).
     """
     if isinstance(size, int):
         return size
@@ -64,7 +64,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 class SizeError(CheckpointError, ValueError):
-    """A size that can't be understood."""
+    """The error for a size that can't be parsed."""
 
 
 # ----------------------------------------------------------------------------------------------- state dicts
@@ -75,12 +75,12 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or not tensor.numel() or tensor.is_meta:
         return None
-    # without an address (XLA), a tensor is the same as itself only
+    # a tensor without an address (XLA) equals only itself
     return (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def shared_names(state_dict: Mapping[str, object]) -> dict[str, str]:
-    """Map names of tied tensors, except each one's first name, to that first name."""
+    """Map the further names of each tied tensor to its first name."""
     first: dict[tuple[object, ...], str] = {}
     later: dict[str, str] = {}
     for name, value in state_dict.items():
@@ -112,10 +112,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, object]) -> StateD
 
 
 def check_weights(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
-    """Raise unless the weights can be written.
+    """Raise if the weights can't be written.
 
     Raises:
-        CheckpointError: a tensor has no values, or no place in the format.
+        CheckpointError: a tensor has no values, or the format doesn't support it.
     """
     meta = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if meta:
@@ -153,7 +153,7 @@ class WeightNames:
 
     @property
     def whole(self) -> str:
-        """The file that holds all weights if there are no shards."""
+        """The file with all weights if there are no shards."""
         return f"{self.stem}.{self.extension}"
 
     @property
@@ -166,15 +166,15 @@ class WeightNames:
         return f"{self.stem}-{number:05d}-of-{count:05d}.{self.extension}"
 
     def owns(self, name: str) -> bool:
-        """Return whether a model saved under these names could have a file called ``name``."""
+        """Return whether ``name`` is a possible file of a model saved under these names."""
         shard = re.fullmatch(rf"{re.escape(self.stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(self.extension)}", name)
         return name in (self.whole, self.index) or shard is not None
 
 
 def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Divide the names, in order, into shards below the limit; a tensor above the limit has a shard of its own.
+    """Divide the names, in order, into shards below the limit; a tensor above the limit gets its own shard.
 
-    Shards are numbered in the order in which they are complete, as in other writers of this format.
+    Shards are numbered in the order of their completion, as other writers of this format do.
     """
     shards: list[list[str]] = []
     current: list[str] = []
@@ -204,7 +204,7 @@ def write_weights(
     """Write the weights into new files under the documented names; ``create(name, pickle=)`` opens each.
 
     Raises:
-        CheckpointError: a tensor has no values, or no place in the format.
+        CheckpointError: a tensor has no values, or the format doesn't support it.
     """
     check_weights(state_dict, safe_serialization=safe_serialization)
     names = WeightNames.of(index, safe=safe_serialization)
@@ -250,13 +250,13 @@ def save_model(
     on_each_node: bool = False,
     moment: str = "",
 ) -> None:
-    """Save exactly these weights to ``save_directory`` (other files in it stay).
+    """Save these weights to ``save_directory``, and remove older weights there; other files stay.
 
-    Called by all ranks, or by the main process alone; with ``on_each_node`` by all ranks. ``moment`` tells this call
-    from others that are made from the same line.
+    Call it on all ranks, or on the main process alone; with ``on_each_node``, on all ranks. ``moment`` tells apart
+    calls that are made from the same line.
 
     Raises:
-        CheckpointError: on every rank, when the main process couldn't write; also for meta parameters.
+        CheckpointError: on every rank, if the main process couldn't write; also for meta parameters.
     """
 
     def write() -> None:
@@ -266,7 +266,7 @@ def save_model(
             write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
 
     what = f"save the model to {save_directory}"
-    if not on_each_node or (world is not None and world.members is not None):  # these are on one machine
+    if not on_each_node or (world is not None and world.members is not None):  # its ranks are on one machine
         write_on_main(world, "save_model", str(save_directory), write, what, moment=moment)
         return
     ranks, error = Ranks(world), None
@@ -280,9 +280,9 @@ def save_model(
 
 @contextmanager
 def staged_files(folder: Path) -> Iterator[tuple[Path, Create]]:
-    """Yield a staging folder and a function that creates a file there; then move its files into ``folder``.
+    """Enter a context with a staging folder and a function that creates files there; then move them into ``folder``.
 
-    Where weights are among them, no older weights are left; they are findable only when all are there.
+    If weights are among them, older weights are removed. Readers find the new ones only when all are there.
 
     Raises:
         CheckpointError: ``folder`` is a file.
@@ -331,7 +331,7 @@ def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
 
 @final
 class WeightFiles:
-    """The weights of one model in open files: names at once, values when asked for."""
+    """The weights of one model in open files, read lazily."""
 
     def __init__(self, files: dict[str, Path], tensors: Callable[[str], torch.Tensor], keys: list[str]) -> None:
         self.files = files
@@ -339,7 +339,7 @@ class WeightFiles:
         self.keys = keys
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by name; those of safetensors files are mapped, so copy them before the files change."""
+        """Return all tensors by name; safetensors files are memory-mapped, so copy tensors before the files change."""
         return {key: self._tensors(key) for key in self.keys}
 
 
@@ -351,13 +351,13 @@ def open_weights(
     map_location: MAP_LOCATION = "cpu",
     **pickle_options: Any,
 ) -> Iterator[WeightFiles]:
-    """Open the weights of the model at ``index`` in ``folder`` (or in that one file) for the block.
+    """Enter a context with the open weights of the model at ``index`` in ``folder``, which may be a file.
 
-    Safetensors are preferred to pickles, a whole file to shards.
+    Safetensors are preferred to pickles, a single file to shards.
 
     Raises:
-        CheckpointNotFound: no weight files are there.
-        CheckpointError: they are torn, or reading them could run code.
+        CheckpointNotFound: there are no weight files.
+        CheckpointError: they are incomplete, or reading them could run code.
     """
     found = _find(Path(folder), index)
     with ExitStack() as stack:
@@ -374,7 +374,7 @@ def open_weights(
 
 
 def holds_weights(folder: Path, index: int = 0) -> bool:
-    """Return whether ``folder`` has the whole weights of the model at ``index``, in any of their files."""
+    """Return whether ``folder`` has a single weight file or an index of the model at ``index``."""
     names = [WeightNames.of(index, safe=safe) for safe in (True, False)]
     return any((folder / name).is_file() for one in names for name in (one.whole, one.index))
 
@@ -406,7 +406,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 class LoadedKeys(Protocol):
-    """The result of ``load_state_dict``: the model's names without a value, and the values without a name."""
+    """The result of ``load_state_dict``: missing and unexpected keys."""
 
     @property
     def missing_keys(self) -> list[str]:
@@ -420,7 +420,7 @@ class LoadedKeys(Protocol):
 
 
 class LoadTarget(Protocol):
-    """A target for whole weights: a module, or an object that shards them for a module."""
+    """A target to load full weights into: a module, or an object that shards them for a module."""
 
     def state_dict(self, *, keep_vars: bool) -> StateDict:
         """Return the live tensors by name."""
@@ -445,11 +445,11 @@ def load_weights(
 ) -> LoadedWeights:
     """Load the weights in ``folder`` into ``model``.
 
-    A name that was left out because it shares its tensor with another is filled where the model ties them too.
-    ``may_lack(name)`` is true for weights that were left out on purpose: the model keeps its own.
+    A tied name that the files leave out is loaded too, if the model ties it as well. ``may_lack(name)`` is true for
+    weights that were left out on purpose: the model keeps its own.
 
     Raises:
-        CheckpointError: the files can't be read, or, with ``strict``, don't fit the model.
+        CheckpointError: the files can't be read, or don't fit the model (with ``strict``, also by their names).
     """
     with open_weights(folder, index, map_location=map_location, **(load_kwargs or {})) as weights:
         state, name = weights.state_dict(), f"{', '.join(weights.files)} in {folder}"
@@ -466,10 +466,10 @@ def loader_of(
     may_lack: Callable[[str], bool] | None = None,
     **load_state_dict_options: Any,
 ) -> Callable[[], LoadedKeys]:
-    """Return a function that loads the weights in ``state``, read from ``source``, as :func:`load_weights` does.
+    """Return a function that loads ``state``, read from ``source``, as :func:`load_weights` does.
 
     Raises:
-        CheckpointError: they don't fit the model, which is as it was.
+        CheckpointError: the weights don't fit the model, which is unchanged.
     """
     own = model.state_dict(keep_vars=True)
     ties = shared_names(own)
@@ -480,7 +480,7 @@ def loader_of(
 
     def load() -> LoadedKeys:
         loaded = state
-        if load_state_dict_options.get("assign"):  # not what is mapped from files
+        if load_state_dict_options.get("assign"):  # not tensors that are memory-mapped from files
             loaded = {name: value.clone() for name, value in state.items()}
         if isinstance(model, torch.nn.Module):
             loaded = load_statistics(model, loaded)
@@ -506,7 +506,7 @@ def _misfit(source: str) -> Iterator[None]:
 @dataclass(frozen=True)
 @final
 class LoadedWeights:
-    """The result of ``load_state_dict``, and the files that were read."""
+    """The result of ``load_state_dict``, and the files read."""
 
     keys: LoadedKeys
     files: list[str]
@@ -514,7 +514,7 @@ class LoadedWeights:
 
 # ------------------------------------------------------------- selections: some weights, another dtype, models only
 
-#: The prefixes of the parts of a name by which weights of adapter libraries are known.
+#: Prefixes in parameter names that identify the weights of adapter libraries.
 ADAPTER_PREFIXES: Final = (
     *("lora_", "adapter_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_lambda_", "randlora_", "fourierft_"),
     *("hra_", "bone_", "prompt_encoder", "prompt_embeddings", "prefix_", "modules_to_save", "trainable_tokens_"),
@@ -524,13 +524,13 @@ ADAPTER_PREFIXES: Final = (
 @dataclass(frozen=True)
 @final
 class Selection:
-    """The parts that ``save_state`` and ``save_model`` leave out, and the dtype of the saved weights.
+    """The state that ``save_state`` and ``save_model`` leave out, and the dtype of the saved weights.
 
     Attributes:
         exclude: weights whose names match one of these patterns (``"*.bias"``, ``"teacher.*"``) are left out.
         dtype: floating-point weights are saved in this precision (``"bfloat16"``).
-        adapters_only: of the weights, only those that adapter libraries add.
-        model_only: no optimizers, schedulers, loaders, random streams and registered objects.
+        adapters_only: save only the weights that adapter libraries add.
+        model_only: leave out optimizers, schedulers, loaders, random streams and registered objects.
     """
 
     exclude: tuple[str, ...] = ()
@@ -545,20 +545,20 @@ class Selection:
             object.__setattr__(self, "dtype", _dtype_of(self.dtype))
 
     def holds(self, name: str) -> bool:
-        """Return whether a weight of that name is saved."""
+        """Return whether the weight ``name`` is saved."""
         if self.adapters_only and not is_adapter(name):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def leaves_out(self, name: str) -> bool:
-        """Return whether a weight of that name is not saved."""
+        """Return whether the weight ``name`` is left out."""
         return not self.holds(name)
 
     def of(self, state: Mapping[str, object]) -> StateDict:
         """Return the selected weights of a state dict; the argument is unchanged.
 
         Raises:
-            CheckpointError: nothing is left.
+            CheckpointError: no weights are left.
         """
         if not self.exclude and not self.adapters_only and self.dtype is None:
             return dict(state)
@@ -568,7 +568,7 @@ class Selection:
                 f"{self} leaves none of the {len(state)} weights of the model (the first is {next(iter(state))!r})"
             )
         first = shared_names(chosen)  # tied weights stay tied
-        # Bits packed into a floating-point tensor, and what unpacks them, are no numbers to be converted.
+        # Packed bits in a floating-point tensor, and their statistics, must not be converted.
         packed = {name for name in chosen if is_statistic(name)}
         packed |= {f"{name.rpartition('.weight.')[0]}.weight" for name in packed}
         converted = {
@@ -604,7 +604,7 @@ EVERYTHING: Final = Selection()
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a weight of that name belongs to an adapter."""
+    """Return whether the weight ``name`` belongs to an adapter."""
     return any(part.startswith(ADAPTER_PREFIXES) for part in name.split("."))
 
 
@@ -618,9 +618,9 @@ def _dtype_of(name: str) -> torch.dtype:
 
 # ---------------------------------------------------------- export for `from_pretrained` of transformers and PEFT
 #
-# A folder of transformers is ``config.json`` beside ``model.safetensors`` (or shards and their index); one of PEFT is
-# ``adapter_config.json`` beside ``adapter_model.safetensors``, whose names don't contain the adapter's own. A model
-# that can write itself does (``save_pretrained``), because its names on disk may differ.
+# A folder of transformers has ``config.json`` and ``model.safetensors`` (or shards and their index). A folder of PEFT
+# has ``adapter_config.json`` and ``adapter_model.safetensors``, without the adapter's name in the weights' names. A
+# model with ``save_pretrained`` writes itself, because its names on disk may differ.
 
 ADAPTER_WEIGHTS_NAME: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
@@ -637,13 +637,13 @@ def export_model(
     world: World | None = None,
     moment: str = "",
 ) -> None:
-    """Write a folder that ``from_pretrained`` loads, on every rank's return.
+    """Write a folder that ``from_pretrained`` can load; it is complete when any rank returns.
 
-    With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, else the whole model. Called by all
-    ranks, or by the main process alone; ``moment`` tells this call from others that are made from the same line.
+    With ``Selection(adapters_only=True)`` it has the adapter of a PEFT model, else the whole model. Call it on all
+    ranks, or on the main process alone; ``moment`` tells apart calls that are made from the same line.
 
     Raises:
-        CheckpointError: on every rank, when the main process couldn't write; also for a model without configuration.
+        CheckpointError: on every rank, if the main process couldn't write; also for a model without configuration.
     """
     select = select or EVERYTHING
 
@@ -652,7 +652,7 @@ def export_model(
             if select.adapters_only:
                 _write_adapters(model, state_dict, select, create)
             elif callable(save_pretrained := getattr(model, "save_pretrained", None)):
-                # the model's own tensors would be written where no state dict is given: parts may be sharded
+                # without a state dict, it would write the model's own tensors, which may be sharded
                 chosen = dict(select.of(state_dict))
                 save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
             else:
@@ -688,7 +688,7 @@ def _write_json(create: Create, name: str, content: Mapping[str, object]) -> Non
 
 
 def _plain(value: object) -> object:
-    """Convert a value that JSON can't hold, in configurations of others: sets, enum members, dtypes."""
+    """Convert values of foreign configurations that JSON can't hold: sets, enum members, dtypes."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return getattr(value, "value", None) or str(value).removeprefix("torch.")
@@ -708,7 +708,7 @@ def _adapter_of(model: object) -> tuple[str, dict[str, object]]:
 
 
 def adapter_names(model: object, names: Iterable[str]) -> dict[str, str]:
-    """Return those of ``names`` that the active adapter of ``model`` adds, each with its name in a file of PEFT's.
+    """Map the ``names`` that the active adapter of ``model`` adds to their names in PEFT's file.
 
     Raises:
         CheckpointError: there are none.
