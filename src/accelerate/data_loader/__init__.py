@@ -1,4 +1,4 @@
-"""Prepared loaders: sharding over ranks, valid rows and padding, resume positions, prefetch, gathering of results."""
+"""Prepared loaders: sharding over ranks, padding and valid rows, resume positions, prefetch, gathering of results."""
 
 from __future__ import annotations
 

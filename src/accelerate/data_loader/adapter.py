@@ -1,4 +1,4 @@
-"""A torch DataLoader that reads through another one, and its reports to the gradient state."""
+"""A torch DataLoader that reads through another one, and reports to the gradient state."""
 
 from __future__ import annotations
 
@@ -46,25 +46,23 @@ _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 
 
 class FixedAttributeWarning(UserWarning):
-    """An attribute was assigned to that a loader has for good."""
+    """A loader's attribute that is fixed at construction was assigned to."""
 
 
 class DataLoaderStateMixin:
-    """The state of a loader while its loop runs: whether the current batch is the last, and which of its rows are
-    valid.
-    """
+    """The state of a loader during its loop: whether the current batch is the last, and its valid rows."""
 
     end_of_dataloader: bool = False
     remainder: int = -1
     coverage: BatchCoverage | None = None
     current_batch: Any = None
-    is_interleaved: bool = False  # another loop yields batches in turn with this one
+    is_interleaved: bool = False  # another loader's loop alternates with this one
     _drop_last: bool = False
     _gradient_state: GradientState | None = None
 
     @property
     def gradient_state(self) -> GradientState:
-        """The gradient state for this loader's reports; the newest one if none was given."""
+        """The gradient state that this loader reports to; the newest one if none was given."""
         if self._gradient_state is None:
             self._gradient_state = GradientState()
         return self._gradient_state
@@ -87,7 +85,7 @@ class DataLoaderStateMixin:
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Report the end of the loop over this loader, also of one that was left."""
+        """Report the end of the loop over this loader, also after a `break`."""
         self.coverage = self.current_batch = None
         self.gradient_state._remove_dataloader(self)
 
@@ -97,9 +95,9 @@ class DataLoaderStateMixin:
 
 @cache
 def _silent(kind: type[DataLoader[object]]) -> type[DataLoader[object]]:
-    """Return a subclass of the loader class, for loaders made for every pass, that doesn't repeat torch's warnings.
+    """Return a subclass of the loader class that doesn't repeat torch's warnings in every pass.
 
-    ``warnings.catch_warnings`` in its place would make Python forget, at every pass, which warnings it has shown.
+    ``warnings.catch_warnings`` instead would make Python forget, in every pass, which warnings it has shown.
     """
     no_check: Any = lambda self: None  # noqa: E731
     return cast("type[DataLoader[object]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": no_check}))
@@ -109,16 +107,16 @@ _Reader: type[DataLoader[object]] = _silent(DataLoader)
 
 
 class DataLoaderAdapter(DataLoader[Any], ABC):
-    """A loader with the attributes of the user's, which reads through :attr:`base_dataloader`.
+    """A loader with the attributes of the user's loader, which reads through :attr:`base_dataloader`.
 
-    With ``use_stateful_dataloader`` that one is torchdata's StatefulDataLoader, and this one an instance of it.
+    With ``use_stateful_dataloader``, both are instances of torchdata's StatefulDataLoader.
 
     Raises:
         MissingDependency: ``use_stateful_dataloader`` without torchdata 0.8 or newer.
     """
 
     def __new__(cls, dataset: object = None, *args: object, **kwargs: object) -> Self:
-        """Make an instance, of torchdata's loader too where ``use_stateful_dataloader`` asks for it."""
+        """Make an instance; with ``use_stateful_dataloader``, it is one of torchdata's loader too."""
         if kwargs.get("use_stateful_dataloader"):
             return object.__new__(stateful_class(cls))
         return object.__new__(cls)
@@ -134,11 +132,11 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         # Arguments of torchdata's loader that torch's doesn't have.
         self._stateful_arguments = {name: kwargs.pop(name) for name in ("snapshot_every_n_steps",) if name in kwargs}
         self._base: DataLoader[object] | None = None
-        self.own_loader: DataLoader[object] | None = None  # the user's, where its class reads in a way of its own
+        self.own_loader: DataLoader[object] | None = None  # the user's loader, if its class has its own `__iter__`
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; warn, in place of torch's error, for those that are fixed at construction."""
+        """Set an attribute; for those fixed at construction, warn instead of raising torch's error."""
         try:
             super().__setattr__(name, value)
         except ValueError:
@@ -152,21 +150,21 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
             )
 
     def check_worker_number_rationality(self) -> None:
-        """Do nothing: torch warned when the user made the loader."""
+        """Do nothing, because torch warned when the user made the loader."""
 
     @property
     def base_dataloader(self) -> DataLoader[object]:
-        """The loader that reads: this one until the first pass."""
+        """The loader that reads the data; this loader itself before the first pass."""
         return self if self._base is None else self._base
 
     def show(self, **attributes: object) -> None:
-        """Set public attributes, also those fixed by torch at construction."""
+        """Set public attributes, also those that torch fixes at construction."""
         vars(self).update(attributes)
 
     def reader(
         self, dataset: Dataset[object], collate: Callable[..., object], **sampling: object
     ) -> DataLoader[object]:
-        """Return a torch loader over ``dataset`` with this one's settings; persistent workers keep the last one."""
+        """Return a torch loader over ``dataset`` with this loader's settings; persistent workers reuse the last one."""
         kept = self._base
         if kept is not None and self._keeps_reader:
             for name in _SETTABLE:
@@ -187,7 +185,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return self._base
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of torchdata's loader; empty for torch's own, which keeps none."""
+        """Return the position of torchdata's loader; empty for torch's loader, which has none."""
         get_state = getattr(self._base, "state_dict", None)
         return {} if get_state is None else get_state()
 
@@ -198,7 +196,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
             take(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: the state is that of the current batch already, however many batches were read ahead."""
+        """Do nothing, because the state is already that of the current batch, without batches read ahead."""
 
     @property
     def _keeps_reader(self) -> bool:
@@ -210,7 +208,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return _silent(loader_class())
 
     def __getstate__(self) -> dict[str, object]:
-        """Return all but what lives in this process only: the reader and its workers, the gradient state."""
+        """Return the attributes without those of this process: the reader, its workers and the gradient state."""
         return {**self.__dict__, "_base": None, "_gradient_state": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
@@ -218,7 +216,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
 
 
 # --------------------------------------------------------------------------------------------------
-# torchdata's StatefulDataLoader: prepared loaders that are instances of it, and its form of positions
+# torchdata's StatefulDataLoader: prepared loaders that are instances of it, and its format of positions
 
 _SAMPLER: Final = "_index_sampler_state"
 _FRESH: Final = {
@@ -271,7 +269,7 @@ def _blank(kind: type[object]) -> object:
 
 
 def is_torchdatas(state: Mapping[str, object]) -> bool:
-    """Return whether ``state`` was written by torchdata's loader, and not by a prepared one."""
+    """Return whether torchdata's loader, not a prepared loader, wrote ``state``."""
     return "epoch" not in state and ("_snapshot" in state or "_num_yielded" in state)
 
 
@@ -289,7 +287,7 @@ def torchdatas_part(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_position(state: Mapping[str, Any], position: PositionState) -> dict[str, Any]:
-    """Return ``state`` with ``position`` as the state of its index sampler, for orders that torchdata doesn't keep."""
+    """Return ``state`` with ``position`` as the state of its index sampler, for orders that torchdata can't save."""
     own = {key: value for key, value in position["own"].items() if key != "loader"}
     sampler_state = {_SAMPLER: {**position, "own": own}}
     if state.get("_snapshot") is None:
@@ -305,7 +303,7 @@ def position_in(state: Mapping[str, Any]) -> PositionState | None:
 
 
 def num_batches_in(state: Mapping[str, Any]) -> int:
-    """Return how many batches the loader had given."""
+    """Return the number of batches that the loader had yielded."""
     snapshot = state.get("_snapshot")
     if snapshot is None:
         return int(state["_num_yielded"])
@@ -322,7 +320,7 @@ def generator_in(state: Mapping[str, object]) -> torch.Tensor | None:
 def own_form(
     state: Mapping[str, object], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, object]
 ) -> PositionState:
-    """Return a position of torchdata's in the form that a prepared loader reads."""
+    """Convert a position of torchdata's loader to a prepared loader's format."""
     generator = generator_in(state)
     return {
         "epoch": epoch,
@@ -346,13 +344,13 @@ def torchdatas_form(
     root: Iterable[object] | None = None,
     order_state: OrderState | None = None,
 ) -> dict[str, object]:
-    """Return the position of a loader that is read by index, in torchdata's form.
+    """Return the position of a loader over a map-style dataset, in torchdata's format.
 
     Args:
         reader: torchdata's loader, or None before the first pass.
         batch_info: of the current batch, or None between two epochs.
-        num_batches: how many batches of the epoch the reader has given.
-        root: the sampler that the user's own loader reads by; None where its batches are sharded over several ranks.
+        num_batches: how many batches of the epoch the reader has yielded.
+        root: the sampler of the user's loader; None if its batches are sharded over several ranks.
         order_state: the states that the order of the epoch was drawn from.
     """
     if reader is None or not has_running_iterator(reader):
@@ -369,7 +367,7 @@ def torchdatas_form(
     else:
         main = state
         main["_num_yielded"] = num_batches
-    # The reader itself counts from where its pass was continued.
+    # The reader itself counts from the position at which its pass resumed.
     main["_sampler_iter_yielded"] = num_batches - num_behind
     if root is not None:
         size = getattr(root, "batch_size", None) or 1
@@ -394,7 +392,7 @@ def _sampler_state(
 
 
 def _is_torchdatas_to_be(sampler: object, reader: DataLoader[object]) -> bool:
-    """Return whether torchdata's loader has a random sampler of its own here: where ``shuffle=True`` asks for one."""
+    """Return whether torchdata's loader replaces this sampler by its own random sampler (for ``shuffle=True``)."""
     if type(sampler) is RandomSampler:
         return sampler.generator is None or sampler.generator is reader.generator
     return type(sampler).__module__ == "torchdata.stateful_dataloader.sampler"
@@ -408,27 +406,27 @@ def _generator_at_start(sampler: object, order_state: OrderState) -> torch.Tenso
     torch_stream = (order_state.get("streams") or {}).get("torch")
     if type(sampler) is not RandomSampler or torch_stream is None:
         return None
-    with host_streams({"torch": torch_stream}):  # torch's sampler draws the seed of a generator of its own
+    with host_streams({"torch": torch_stream}):  # torch's sampler draws the seed of its own generator
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
     return torch.Generator().manual_seed(seed).get_state()
 
 
 # --------------------------------------------------------------------------------------------------
-# Sequence parallelism: each rank's batch in turn, cut into one part per rank
+# Sequence parallelism: each rank's batch in turn, sharded into one part per rank
 
 
 @final
 class SequenceShardLoader(DataLoaderStateMixin):
-    """A prepared loader, ``num_parts`` times as long, whose batches are parts of sequences.
+    """A wrapper of a prepared loader that yields parts of sequences, ``num_parts`` per batch.
 
-    The batches that the ranks of a process group read in one step are computed one after the other, by all of them
-    together. All other attributes are the prepared loader's.
+    All ranks of a process group compute together, one after the other, the batches that they read in one step. All
+    other attributes are those of the prepared loader.
 
     Args:
-        loader: the prepared loader; each rank reads batches of its own.
-        cut: one pass over the parts of what a loader gives: ``num_parts`` of them for each of its batches.
-        num_parts: how many ranks compute one sequence.
-        skip_parts: how many parts of each pass are left out.
+        loader: the prepared loader; each rank reads its own batches.
+        cut: returns an iterable over the parts of a loader's batches, ``num_parts`` per batch.
+        num_parts: the number of ranks that compute one sequence together.
+        skip_parts: the number of parts to skip at the beginning of each pass.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A loader whose batches are read by rank 0 and sent to the other ranks."""
+"""A loader for which rank 0 reads the batches and sends them to the other ranks."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ SliceFunction = Callable[..., object]
 @final
 @dataclass(frozen=True)
 class Announcement:
-    """The message of rank 0 about a global batch: its batch info, and the structure of the tensors that follow."""
+    """Rank 0's message about a global batch: its batch info, and the structure of the tensors that follow."""
 
-    structures: list[Any]  # one, to be cut, or one per rank
+    structures: list[Any]  # one, to be sharded, or one per rank
     is_whole: bool
     batch_info: BatchInfo
     failure: str | None = None
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A prepared loader of which rank 0 reads the batches; every rank gets its part of each global batch.
+    """A prepared loader for which rank 0 reads; every rank gets its shard of each global batch.
 
-    A global batch is one batch per rank, or with ``split_batches`` one batch for all. Batches of tensors that fit
-    together are joined and cut into equal parts; an incomplete last global batch is padded from the first batch of the
-    epoch. Other batches (ragged shapes, objects that aren't tensors) are sent as they are, one per rank.
+    A global batch is one batch per rank, or with ``split_batches`` one batch for all. If the batches' tensors have
+    equal shapes, they are concatenated and split into equal parts; an incomplete last global batch is padded from the
+    first batch of the epoch. Other batches (ragged shapes, objects that aren't tensors) are sent unchanged, one per
+    rank.
     """
 
     def __init__(
@@ -93,17 +94,17 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of the loader that all ranks take in one step."""
+        """The number of the loader's batches that all ranks use in one step."""
         return 1 if self.split_batches else self.dp_rank().count
 
     @property
     def samples_per_batch(self) -> int:
-        """The size of the batches that rank 0 reads."""
+        """The batch size of rank 0's loader."""
         return getattr(self.index_sampler, "batch_size", None) or self.batch_size or 1
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks take in one step."""
+        """The number of samples that all ranks use in one step."""
         return self.samples_per_batch * self.batches_per_step
 
     def __len__(self) -> int:
@@ -120,20 +121,20 @@ class DataLoaderDispatcher(PreparedLoader):
     # -- reading on rank 0 -----------------------------------------------------------------------------
 
     _draws_on_every_rank = False
-    _prefetches_batches = False  # what the ranks get has come through the device already
+    _prefetches_batches = False  # the ranks receive batches on the device already
 
     @property
     def _num_first_batches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.batches_per_step
 
     def first_batches(self, num_batches: int, num_rows: int) -> list[object]:
-        """Read the first batches of the epoch again: up to ``num_batches`` of them, and up to ``num_rows`` samples.
+        """Read the first batches of the epoch again, up to ``num_batches`` batches and ``num_rows`` samples.
 
-        A stream gives what it kept or repeated of them, whole.
+        An iterable dataset returns those that it has kept or can repeat, without these limits.
         """
         if self._stream is not None:
             return [self.place_batch(batch) for batch in self._stream.first_batches()]
-        with host_streams(capture_host_streams()):  # reading again doesn't move the streams on
+        with host_streams(capture_host_streams()):  # reading again doesn't advance the random streams
             dataset, batches = cast("Any", self.dataset), self._first_batches[:num_batches]
             if self.batch_sampler is not None:
                 batches = _first_rows(batches, num_rows)
@@ -144,7 +145,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return [self.place_batch(self.collate_fn([dataset[index] for index in batch])) for batch in batches]
 
     def agreeing_world(self, order: object) -> None:
-        """Return None: rank 0 alone draws."""
+        """Return None, because only rank 0 draws."""
         return None
 
     def _num_read(self, batch_info: BatchInfo) -> int:
@@ -160,7 +161,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.dp_rank().index
 
     def start_position(self, root: object, skipped: int, saved: SavedPosition | None) -> ResumePosition:
-        """Return where the pass of the reading rank begins, in its own batches."""
+        """Return the start position of rank 0's pass, counted in its own batches."""
         if skipped:
             num_batches = skipped * self.batches_per_step
             return ResumePosition(num_batches, num_batches, num_batches * self.samples_per_batch)
@@ -232,7 +233,7 @@ def _raise(failure: str, global_batches: GlobalBatches | None) -> None:
 
 
 def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
-    """Return the position as rank 0 sees it, which reads one batch of the loader at a time."""
+    """Return the position as rank 0 counts it, one batch of the loader per step."""
     if saved is None:
         return None
     position = saved.position
@@ -240,7 +241,7 @@ def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
 
 
 def _broadcast(batches: list[object], structures: list[object], device: torch.device, world: World) -> list[object]:
-    """Broadcast the tensors of rank 0's batches; what isn't a tensor has come with the structures."""
+    """Broadcast the tensors of rank 0's batches; the structures have the other values already."""
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]
     return [
@@ -251,11 +252,11 @@ def _broadcast(batches: list[object], structures: list[object], device: torch.de
     ]
 
 
-# -- joining, padding and cutting of batches ---------------------------------------------------------------
+# -- concatenating, padding and splitting batches ----------------------------------------------------------
 
 
 def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
-    """Return the indices of batches up to ``num_rows`` in all."""
+    """Return the first ``num_rows`` indices of the batches, still in batches."""
     found: list[Any] = []
     for batch in batches:
         found.append(list(batch)[:num_rows])
@@ -266,7 +267,7 @@ def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
 
 
 def _form(batch: object) -> tuple[str, list[object]] | None:
-    """Return what two batches must have in common to be joined by rows; None if this one can't be."""
+    """Return the properties that batches must share to be concatenated; None if this batch can't be."""
     leaves: list[object] = []
 
     def note(leaf: object) -> object:
@@ -285,7 +286,7 @@ def _tensors(batch: object) -> list[torch.Tensor]:
 
 
 def _cut_joined(batches: list[object], num_rows: int) -> object:
-    """Return the first ``num_rows`` rows of ``batches``, joined as far as their inner shapes agree."""
+    """Return the first ``num_rows`` rows of those ``batches`` that have the first one's inner shapes."""
     fitting = [batch for batch in batches if _inner_shapes(batch) == _inner_shapes(batches[0])]
     whole = _joined(fitting)
     return _cut(whole, slice(0, num_rows), _num_rows(whole) or 0)
@@ -307,7 +308,7 @@ def _num_rows(batch: object) -> int | None:
 
 
 def _cut(data: object, cut: slice, num_rows: int) -> object:
-    """Return ``data`` with tensors, and lists with one plain item per sample, cut along the samples."""
+    """Slice tensors, and lists with one plain item per sample, along the samples."""
     if isinstance(data, torch.Tensor):
         return data[cut] if data.ndim and data.shape[0] == num_rows else data
     if isinstance(data, Mapping):
@@ -324,7 +325,7 @@ def _cut(data: object, cut: slice, num_rows: int) -> object:
 
 
 def _joined(pieces: list[Any]) -> object:
-    """Join pieces cut from batches of one form: tensors and plain lists."""
+    """Concatenate the tensors and plain lists of batches with the same structure."""
     first = pieces[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(pieces) if first.ndim else first
@@ -341,7 +342,7 @@ def _joined(pieces: list[Any]) -> object:
 
 @final
 class GlobalBatches:
-    """The global batches of rank 0, put together from the batches that it reads, each with its batch info."""
+    """Rank 0's global batches with their batch info, made of the batches that it reads."""
 
     def __init__(self, loader: DataLoaderDispatcher, source: Generator[Delivery, None, None], num_steps: int) -> None:
         self.loader = loader
@@ -353,13 +354,13 @@ class GlobalBatches:
         self.own: Mapping[str, Any] | None = None
         self._first: list[Any] = []
         self._began_later = num_steps > 0
-        # Map-style data pads with rows that are read again, under the streams of the step: a pass that is resumed
-        # doesn't have those that the epoch began with, and random augmentation would differ.
+        # Map-style datasets pad with rows that are read again, with the random streams of that step. A resumed pass
+        # doesn't have the epoch's first rows, and random augmentation would differ.
         self._reads_again = self._began_later or not isinstance(loader.dataset, IterableDataset)
         self._held: list[Delivery] | None = None
 
     def next_batch(self) -> tuple[Announcement | None, list[object]]:
-        """Return the next global batch and its announcement, which may be of a failure; None after the last."""
+        """Return the announcement (or failure) and the batches of the next global batch; None after the last."""
         try:
             read = self._read_next()
             return self._assemble(read) if read else (None, [])
@@ -369,7 +370,7 @@ class GlobalBatches:
             return Announcement([], False, nothing, f"{type(failure).__name__}: {failure}"), []
 
     def _read_next(self) -> list[Delivery]:
-        """Read the batches of the next global batch; with ``drop_last`` read one further ahead, to know the last."""
+        """Read the batches of the next global batch; with ``drop_last``, read one more ahead to detect the last."""
         size = self.loader.batches_per_step
         if not self.loader._drop_last or size == 1:
             return list(islice(self.source, size))
@@ -412,7 +413,7 @@ class GlobalBatches:
         return Announcement([get_data_structure(batch) for batch in batches], is_whole, message), batches
 
     def _whole(self, batches: list[object]) -> object:
-        """Join the batches of a global batch, to be cut; return None where they don't fit together."""
+        """Concatenate the batches of a global batch, to be split; return None if their shapes differ."""
         if self.loader.split_batches:
             return batches[0]
         forms = [_form(batch) for batch in batches]
@@ -427,18 +428,18 @@ class GlobalBatches:
         return None
 
     def _padded(self, whole: object, num_rows: int) -> tuple[object, BatchCoverage]:
-        """Pad ``whole`` with rows of the first global batch, so that every rank gets as many."""
+        """Pad ``whole`` with rows of the first global batch, so that every rank gets the same number."""
         count = self.count
         size = -(-num_rows // count)
         missing = size * count - num_rows
-        # What can be read again isn't kept: a cut batch holds the memory of the whole one until the epoch ends.
+        # Keep nothing that can be read again: a slice keeps the memory of the whole batch until the epoch ends.
         if not self._first and (missing or not self._reads_again):
             self._first = [_cut(whole, slice(0, count), num_rows)]
         if missing:
             if self._reads_again and (first_batches := self.loader.first_batches(sys.maxsize, count)):
                 self._first = [_cut_joined(first_batches, count)]
             first = self._first[0]
-            if _inner_shapes(first) != _inner_shapes(whole):  # padded batch by batch: only its own rows fit
+            if _inner_shapes(first) != _inner_shapes(whole):  # inner shapes differ: only its own rows fit
                 first = _cut(whole, slice(0, count), num_rows)
             num_first = min(_num_rows(first) or 1, count)
             pieces = [whole]

@@ -1,4 +1,4 @@
-"""The epochs of samplers and datasets with ``set_epoch``: told by loaders, or set by the script itself."""
+"""The epochs of samplers and datasets with ``set_epoch``, set by loaders or by the script."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from .sampling import IndexFreeSampler, SeedableRandomSampler, samplers_of
 from .sharding import IterableDatasetShard
 
-# By identity, since a dataset may be a dataclass, which has no hash: the object, and the epoch that it last showed.
+# By id, because a dataset may be a dataclass without a hash: the object, and its last known epoch.
 _known: dict[int, tuple[weakref.ref[Any], object]] = {}
 
 
 def epoch_listeners(root: object, dataset: object) -> list[Any]:
-    """Return the samplers in ``root`` that have ``set_epoch``; if none has, ``dataset`` if it has."""
+    """Return the samplers in ``root`` that have ``set_epoch``; without any, ``dataset`` if it has it."""
     listeners = [sampler for sampler in samplers_of(root) if getattr(sampler, "set_epoch", None) is not None]
     return listeners or [one for one in (dataset,) if getattr(one, "set_epoch", None) is not None]
 
@@ -32,7 +32,7 @@ def note_epochs(listeners: Iterable[object], *, only_new: bool = False) -> None:
 
 
 def epoch_of_script(listeners: Iterable[object]) -> int | None:
-    """Return the epoch that the script has set on one of ``listeners`` since they were noted; None: on none."""
+    """Return the epoch that the script has set on one of ``listeners`` since :func:`note_epochs`, or None."""
     for listener in map(_own, listeners):
         known = _known.get(id(listener))
         epoch = _epoch_of(listener)
@@ -42,7 +42,7 @@ def epoch_of_script(listeners: Iterable[object]) -> int | None:
 
 
 def _own(listener: object) -> object | None:
-    """Return the script's object; None for samplers of this package, which count epochs by themselves."""
+    """Return the script's object; None for this package's samplers, which count epochs themselves."""
     if isinstance(listener, (SeedableRandomSampler, IndexFreeSampler)):
         return None
     return listener.dataset if isinstance(listener, IterableDatasetShard) else listener

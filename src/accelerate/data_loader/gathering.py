@@ -1,4 +1,4 @@
-"""Gather the results of an evaluation from all ranks, each sample once, or sum them up."""
+"""Gather or sum the results of an evaluation over all ranks, each sample once."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class AssumedLoaderWarning(UserWarning):
-    """Values were gathered between the batches of several loaders, and could belong to any of them."""
+    """Values were gathered while several loaders were running, and could belong to any of them."""
 
 
 @final
 class MetricGather:
-    """The ``gather_for_metrics`` of one Accelerator: all ranks' results for the current batch, each sample once."""
+    """The ``gather_for_metrics`` of one Accelerator: all ranks' results of the current batch, each sample once."""
 
     def __init__(self, mesh: Mesh, gradient_state: GradientState) -> None:
         self._mesh, self._gradient_state = mesh, gradient_state
         self._histories: WeakKeyDictionary[Any, _RowHistory] = WeakKeyDictionary()
 
     def gather(self, data: object, *, as_objects: bool, to_main: bool) -> object:
-        """Gather ``data`` of all ranks and join it leaf by leaf, without padding rows.
+        """Gather ``data`` of all ranks and concatenate it leaf by leaf, without padding rows.
 
-        Tensors of equal shapes are gathered as they are; everything else (objects, batches of different sizes) is
-        pickled. With ``to_main`` the other ranks get None.
+        Tensors of equal shapes are gathered directly; everything else (objects, batches of different sizes) is pickled.
+        With ``to_main``, the other ranks get None.
         """
-        readers = self._mesh.within(*DATA_AXES)  # of the ranks of one model replica, each gathers from its counterparts
+        readers = self._mesh.within(*DATA_AXES)  # each rank gathers from its counterparts in other replicas
         is_receiver = not to_main or self._mesh.world.is_main
         loader, coverages = loader_of(data, self._gradient_state, is_main=self._mesh.world.is_main)
         coverage: BatchCoverage | None = getattr(loader, "coverage", None)
@@ -67,7 +67,7 @@ class MetricGather:
         if is_even:
             try:
                 joined = collectives.gather(tensors, world=readers, to=0 if to_main else None)
-            except UnequalTensors:  # raised on every rank: some left rows out, or give all that they have seen
+            except UnequalTensors:  # raised on every rank: some ranks left out rows, or pass all results so far
                 is_even = False
         if not is_even:
             return self._joined(
@@ -83,7 +83,7 @@ class MetricGather:
         """Pad ``tensor`` along ``dim`` to the largest size of any rank that has a batch in this step."""
         coverage: BatchCoverage | None = getattr(self._gradient_state.active_dataloader, "coverage", None)
         world, num_present = self._mesh.world, None
-        if coverage is not None and coverage.num_absent:  # the other ranks' loops are over: they don't come
+        if coverage is not None and coverage.num_absent:  # the other ranks' loops are over: they don't call it
             world = self._mesh.within(*DATA_AXES)
             num_present = world.size - coverage.num_absent
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=world, num_present=num_present)
@@ -116,7 +116,7 @@ class MetricGather:
         )
         if not is_receiver:
             return None
-        parts[readers.rank] = data  # with its identity, by which its loader is known
+        parts[readers.rank] = data  # the original objects, whose ids identify their loader
 
         def coverage_of(own: object) -> BatchCoverage | None:
             found = coverages.get(id(own), coverage)
@@ -143,7 +143,7 @@ class MetricGather:
 
 @final
 class _RowHistory:
-    """The numbers of rows of tensors in a loader's full batches: by the call in the batch, and their position in it."""
+    """The numbers of rows of tensors in a loader's full batches, by call in the batch and position in the call."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, int], int] = {}
@@ -151,18 +151,18 @@ class _RowHistory:
         self._batch_info: Any = None
 
     def next_call(self, batch_info: object) -> None:
-        """Note that values of the batch ``batch_info`` are gathered."""
+        """Count a call that gathers values of the batch ``batch_info``."""
         self.call = self.call + 1 if batch_info is self._batch_info else 0
         self._batch_info = batch_info
 
 
 @final
 class _PaddingRemover:
-    """A function that removes padding rows from one tensor of a call after the other.
+    """A function object that removes padding rows from the tensors of a call, one after the other.
 
-    A mean that is repeated once for each usual row of a batch (so does the Trainer of transformers) is kept once per
-    valid row of a shorter last batch: averages over all rows are then averages over samples. Such a mean is recognised
-    by its number of rows, which was the same in the full batches, never by its values.
+    Some loops repeat a mean once per row of a full batch (the Trainer of transformers does). For a shorter last batch
+    it is kept once per valid row, so averages over all rows are averages over samples. Such a mean is recognised by its
+    number of rows, which is the same as in full batches, never by its values.
     """
 
     def __init__(self, history: _RowHistory | None, nominal: int, *, is_short: bool) -> None:
@@ -181,9 +181,9 @@ class _PaddingRemover:
         return without_padding(joined, rows, coverage)
 
     def _copies(self, rows: Sequence[int], coverage: BatchCoverage, history: _RowHistory) -> int:
-        """Return how many rows repeat a mean per sample of a shorter batch; 0 where the rows are no repeated mean."""
+        """Return how many rows per sample of a shorter batch repeat a mean; 0 if the rows aren't a repeated mean."""
         dp_size, nominal, number = len(coverage.size), self._nominal, rows[0]
-        # Where ranks split one batch between them, it is repeated for the rows of that whole one.
+        # If the ranks split one batch, the mean is repeated for the rows of the whole batch.
         if len(rows) != dp_size or rows.count(number) != dp_size or number not in (nominal, nominal * dp_size):
             return 0
         key = (history.call, self._index)
@@ -201,10 +201,10 @@ class _PaddingRemover:
 def loader_of(
     data: object, gradient_state: GradientState, *, is_main: bool
 ) -> tuple[RunningLoader | None, dict[int, BatchCoverage | None]]:
-    """Return the running loader that ``data`` was computed from, and the batch coverage of leaves of a batch, by id.
+    """Return the running loader that ``data`` was computed from, and the coverage of leaves of a batch, by id.
 
-    Where several loaders are running, the leaves of a batch belong to its loader; other values are taken for those of
-    the loader whose batch is among them, or else of the one that yielded last.
+    If several loaders are running, the leaves of a batch belong to its loader. Other values are assigned to the loader
+    whose batch is among them, else to the loader that yielded last.
     """
     if len(gradient_state.dataloader_references) <= 2:  # None, and one loader
         return gradient_state.active_dataloader, {}
@@ -232,7 +232,7 @@ def _parts(data: object) -> Iterator[object]:
 
 
 def _owner_of(part: object, running: Sequence[RunningLoader]) -> RunningLoader | None:
-    """Return the only loader whose current batch holds ``part``, or a tensor of the same memory; else None."""
+    """Return the only loader whose current batch has ``part``, or a tensor with the same memory; else None."""
     if not isinstance(part, (torch.Tensor, list, Mapping)):  # an equal number or string may be the same object
         return None
     held = [(loader, [*_parts(getattr(loader, "current_batch", None))]) for loader in running]
@@ -278,7 +278,7 @@ def _described(loader: Any) -> str:
     dataset = getattr(loader, "dataset", None)
     try:
         length = f" of {loader.total_dataset_length} samples"
-    except (AttributeError, TypeError):  # a stream, or a loader of others
+    except (AttributeError, TypeError):  # an iterable dataset, or another package's loader
         length = ""
     return f"the loader over {type(dataset).__name__}{length} (global batches of {loader.total_batch_size})"
 
@@ -288,10 +288,10 @@ def _described(loader: Any) -> str:
 
 @final
 class StreamingMean:
-    """A running sum, count and mean over the samples of all ranks, each sample once.
+    """A running sum, count and mean over the samples of all ranks, each counted once.
 
-    Padding rows of the last batch of a loader are left out, by the running loader's coverage of the current batch. Sums
-    are kept in float64 on the device (float32 where it has none); ranks communicate only where a result is asked for.
+    Padding rows in the last batch of a loader are left out. Sums are in float64 on the device (float32 if it has no
+    float64). Ranks communicate only when a result is read.
 
         loss = accelerator.streaming_mean()
         for batch in evaluation_loader:
@@ -314,10 +314,10 @@ class StreamingMean:
         """Add the samples of the current batch.
 
         Args:
-            values: one number per sample, or several (all samples equally many): shape ``[samples, ...]``; or, with
+            values: one number per sample, or several (the same number for all samples): shape ``[samples, ...]``. With
                 ``weight``, a sum over the batch: a number, or a tensor of one element.
-            weight: how many items such a sum is over (tokens, for example). It may contain valid rows only: padding
-                can't be taken out of a sum (``own_rows`` of the loader says how many rows are valid).
+            weight: the number of items in the sum (tokens, for example). The sum must contain only valid rows, because
+                padding can't be removed from it; the loader's ``own_rows`` gives their number.
         """
         values = torch.as_tensor(values, device=self._sums.device).detach()
         if weight is not None:
@@ -359,9 +359,9 @@ class StreamingMean:
 
 
 # --------------------------------------------------------------------------------------------------
-# Joining one structure from several ranks, leaf by leaf: tensors and arrays along the rows, lists end to end
+# Concatenate structures of several ranks, leaf by leaf: tensors and arrays along the rows, lists end to end
 #
-# Nothing here communicates: every rank that joins the same parts has the same result, or raises the same error.
+# No communication: every rank that joins the same parts gets the same result, or raises the same error.
 
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
 
@@ -372,7 +372,7 @@ def is_dataclass_instance(data: object) -> TypeGuard[DataclassInstance]:
 
 
 def is_of_tensors(data: object) -> bool:
-    """Return whether every leaf of lists, tuples, mappings and dataclasses is a tensor, and there is one."""
+    """Return whether all leaves of lists, tuples, mappings and dataclasses are tensors, and there is at least one."""
     if isinstance(data, torch.Tensor):
         return True
     leaves = [*_leaves(data)]
@@ -385,7 +385,7 @@ def tensors_of(data: object) -> list[torch.Tensor]:
 
 
 def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> object:
-    """Return ``data`` with ``tensors``, in order, in place of those that it holds."""
+    """Return ``data`` with its tensors replaced by ``tensors``, in order."""
     rest = iter(tensors)
 
     def walk(item: object) -> object:
@@ -414,7 +414,7 @@ def _rebuilt(data: object, children: Sequence[object]) -> object:
         return rebuild_mapping(mapping, dict(zip(mapping, children, strict=True)))
     if isinstance(data, (tuple, list)):
         return honor_type(data, children)
-    copied = copy.copy(data)  # __init__ may ask for more, or for less, than the fields
+    copied = copy.copy(data)  # __init__ may take other arguments than the fields
     for field, child in zip(dataclasses.fields(cast("DataclassInstance", data)), children, strict=True):
         object.__setattr__(copied, field.name, child)  # frozen ones too
     return copied
@@ -427,13 +427,13 @@ def _leaves(data: object) -> Iterable[object]:
 
 @final
 class Joiner:
-    """A function object that joins the ranks' results, without padding rows.
+    """An object that concatenates the ranks' results without padding rows.
 
     Args:
-        coverage_of: from a value of this rank (a tensor, a list) to the coverage of the batch that it belongs to.
-        own: which of the parts is this rank's.
-        as_objects: the items of every list are objects, one per sample, also where they are, or hold, tensors.
-        keep: removes padding from a tensor that was joined from pieces of so many rows, by a coverage.
+        coverage_of: returns the coverage of the batch of a value of this rank (a tensor, a list).
+        own: the index of this rank's part.
+        as_objects: treat the items of every list as objects, one per sample, even if they are or contain tensors.
+        keep: removes padding from a concatenated tensor, given the rows of its pieces and the coverage.
     """
 
     def __init__(
@@ -452,14 +452,14 @@ class Joiner:
         )
 
     def join(self, parts: Sequence[Any]) -> object:
-        """Join the structures of all ranks into one, in the order of the ranks.
+        """Concatenate the structures of all ranks into one, in rank order.
 
-        A list without tensors in it, or whose items are records of one type, holds one object per sample; other
-        containers are gone through. A mapping that has other keys on every rank is one of samples by their name. A
-        single object becomes a list with one for each rank that has a valid row; None on every rank stays None.
+        A list without tensors, or of records of one type, has one object per sample; other containers are traversed. A
+        mapping with different keys on the ranks maps names to samples, and is merged. A single object becomes a list
+        with one item per rank with a valid row; None on every rank stays None.
 
         Raises:
-            CollectiveError: tensors whose shapes differ behind the first dimension.
+            CollectiveError: the tensors' shapes differ after the first dimension.
         """
         first = parts[0]
         if any(type(part) is not type(first) for part in parts):
@@ -507,7 +507,7 @@ class Joiner:
         if all(isinstance(part, Iterable) and not isinstance(part, (str, bytes, Mapping)) for part in parts):
             return self._column(
                 [list(part) for part in cast("Sequence[Iterable[object]]", parts)]
-            )  # sets, ranges, ...: as `gather_object` has it
+            )  # sets, ranges, ...: as `gather_object` does
         coverage = self._coverage_of(parts[self._own])
         valid = (1,) * len(parts) if coverage is None else coverage.valid
         return [part for part, num_valid in zip(parts, valid, strict=True) if num_valid]
@@ -524,14 +524,14 @@ class Joiner:
     # -- lists -----------------------------------------------------------------------------------------
 
     def _is_column(self, parts: Sequence[list[object]]) -> bool:
-        """Return whether a list holds one object per sample, and not a few columns of them; on all ranks alike."""
+        """Return whether the list has one object per sample, and isn't a few columns; the same on all ranks."""
         coverage = self._coverage_of(parts[self._own])
         sizes = (None,) * len(parts) if coverage is None else coverage.size
         return self._as_objects or any(map(_holds_objects, parts, sizes))
 
 
 def _holds_objects(items: list[Any], size: int | None) -> bool:
-    """Return whether the list of a rank that has ``size`` samples (None: unknown) holds an object for each of them."""
+    """Return whether a rank's list has one object for each of its ``size`` samples (None: unknown)."""
     if not items:
         return True
     if not any(isinstance(leaf, _ARRAYS) for leaf in _leaves(items)):
@@ -546,7 +546,7 @@ def _holds_objects(items: list[Any], size: int | None) -> bool:
 
 
 def without_padding(joined: torch.Tensor, rows: Sequence[int], coverage: BatchCoverage | None) -> torch.Tensor:
-    """Return ``joined``, made of pieces with ``rows`` rows each, without padding rows."""
+    """Return ``joined``, which consists of one piece of ``rows`` rows per rank, without padding rows."""
     spans = rows_to_keep(rows, coverage)
     if spans is None:
         return joined

@@ -1,4 +1,4 @@
-"""Read a dataset by index, with the batch info of each batch, from the beginning of the epoch or any position on."""
+"""Read a map-style dataset with the batch info of each batch, from any position of the epoch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ if TYPE_CHECKING:
 
 @final
 class RecordingSampler:
-    """The batch sampler that torch's loader reads through: it yields indices and queues each batch's info in the same
-    order.
-    """
+    """The batch sampler for torch's loader, which yields indices and queues the batch infos in the same order."""
 
     def __init__(self) -> None:
         self.draw: Callable[[], Iterator[BatchInfo]] = _nothing
-        self.key: Callable[[BatchInfo], Any] | None = None  # the indices as they are read
+        self.key: Callable[[BatchInfo], Any] | None = None  # wraps the indices to be read
         self.batch_infos: deque[BatchInfo] = deque()
         self._running: Iterator[BatchInfo] = iter(())
 
     def __iter__(self) -> Iterator[object]:
-        # A new queue for every pass: workers may still hold batches of a pass that was left.
+        # A new queue for every pass: workers may still have batches of an abandoned pass.
         batch_infos, key = deque[BatchInfo](), self.key
         self.batch_infos = batch_infos
         draws = self._running = self.draw()
@@ -47,9 +45,9 @@ class RecordingSampler:
             yield batch_info.indices if key is None else key(batch_info)
 
     def leave(self, draw: Callable[[], Iterator[BatchInfo]]) -> None:
-        """Drop all references to the pass that ``draw`` belongs to, unless another one has begun.
+        """Drop all references to the pass of ``draw``, unless another pass has begun.
 
-        A reference to the loader would leave it to the garbage collector, which waits ten seconds for workers.
+        Otherwise the garbage collector would free the loader, which waits ten seconds for workers.
         """
         if self.draw == draw:
             self.draw, self.key = _nothing, None
@@ -62,7 +60,7 @@ def _nothing() -> Iterator[BatchInfo]:
 
 
 def is_on_host(batch: Any) -> bool:
-    """Return whether ``batch`` is a host tensor, or a plain container of them, which needs no recursive move."""
+    """Return whether ``batch`` is a CPU tensor or a plain container of them, which needs no recursive move."""
     kind = type(batch)
     if kind is torch.Tensor:
         return batch.is_cpu
@@ -78,7 +76,7 @@ def is_on_host(batch: Any) -> bool:
 
 @final
 class IndexReader:
-    """One pass over a dataset that is read by index."""
+    """One pass over a map-style dataset."""
 
     def __init__(self, loader: PreparedLoader, saved: SavedPosition | None) -> None:
         self.loader: PreparedLoader = loader
@@ -90,7 +88,7 @@ class IndexReader:
     # -- reading ---------------------------------------------------------------------------------------
 
     def read(self, device: torch.device | None) -> Generator[tuple[object, BatchInfo], None, None]:
-        """Yield every batch, on ``device`` where one is given, with its batch info."""
+        """Yield every batch, on ``device`` if given, with its batch info."""
         loader = self.loader
         non_blocking, on_host, own = loader._non_blocking, loader._stays_on_host, loader.own_loader
         batches, recorder = self._open()
@@ -108,7 +106,7 @@ class IndexReader:
 
     def _open(self) -> tuple[Iterator[object], RecordingSampler]:
         loader, dataset = self.loader, self.loader.dataset
-        # Loops over one loader may be nested, so each has its recorder; a reader that is kept keeps its recorder.
+        # Loops over one loader may be nested, so each has its own recorder; a reader that is kept keeps its recorder.
         recorder = loader._recorder if loader._keeps_reader else RecordingSampler()
         recorder.draw = self.draw
         is_batched = loader.batch_sampler is not None
@@ -124,14 +122,14 @@ class IndexReader:
 
     @contextmanager
     def _beginning(self, reader: DataLoader[object]) -> Iterator[None]:
-        """Enter a context in which torch's loader begins, and draws the seed of its workers."""
+        """Enter a context for the start of torch's loader, which draws its workers' seed."""
         loader, saved = self.loader, self.saved
         progress, generator, rank = loader.progress, loader.generator, list(loader.rank_and_size())
         starts_workers = loader.num_workers > 0 and not has_running_iterator(reader)
         loaded = progress.loaded_own
         known = loaded.get("workers") if loaded.get("rank") == rank else None
         if starts_workers and known is not None and (saved is not None or loader.persistent_workers):
-            # Workers with the seed of the saved run: this run draws nothing for them.
+            # The workers get the seed of the saved run, so this run draws none for them.
             before = None if generator is None else generator.get_state()
             with host_streams({"torch": known if generator is None else host_stream("torch")}):
                 if generator is not None:
@@ -143,20 +141,20 @@ class IndexReader:
         if starts_workers:
             state = host_stream("torch") if generator is None else generator.get_state()
             progress.own = {"rank": rank, "workers": state}
-        # A pass that continues another one draws nothing from the streams that this one didn't draw.
+        # A resumed pass must not draw more from the streams than the saved pass did.
         with _torch_stream_unchanged() if saved is not None else nullcontext():
             yield
 
     # -- random streams of samples and workers ---------------------------------------------------------
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
-        """Return the data-parallel rank and size for the samples drawn here."""
+        """Return the data-parallel rank and size of the samples drawn here."""
         if isinstance(self.root, BatchSamplerShard):
             return self.root.process_index, self.root.num_processes
         return self.loader.presharded_rank, self.loader.presharded_size
 
     def _batch_keys(self) -> Callable[[BatchInfo], KeyedIndices]:
-        """Return a function from batch info, in order, to indices with the batch's number among all ranks' batches."""
+        """Return a function that adds to a batch's indices its number among all ranks' batches; call it in order."""
         progress, (index, stride) = self.loader.progress, self._dp_rank_and_size()
         if isinstance(self.root, BatchSamplerShard) and not self.root.split_batches:
             stride = 1
@@ -172,7 +170,7 @@ class IndexReader:
         return keyed
 
     def _sample_keys(self) -> SampleKeys | None:
-        """Return the same for single samples, where each has random streams of its own."""
+        """Return such a function for single samples, if each has its own random streams; else None."""
         loader = self.loader
         if loader.sample_seed is None:
             return None
@@ -189,7 +187,7 @@ class IndexReader:
     # -- indices ---------------------------------------------------------------------------------------
 
     def draw(self) -> Iterator[BatchInfo]:
-        """Yield the batch info of every batch; the order begins as it did in the pass that is continued."""
+        """Yield the batch info of every batch; a resumed pass has the order of the saved pass."""
         loader, saved, progress = self.loader, self.saved, self.loader.progress
         order = loader.order()
         world = loader.agreeing_world(order)
@@ -221,7 +219,7 @@ class IndexReader:
             loader.progress.position = remaining.position
             draws = root.assign(remaining)
         else:
-            dp_size = loader.presharded_size  # a rank-aware sampler counts the samples of its own rank
+            dp_size = loader.presharded_size  # a rank-aware sampler counts only its own rank's samples
             own = ResumePosition(position.steps, position.batches, position.samples // dp_size)
             remaining = batches_from(root, own, 0 if position == BEGINNING else loader._num_first_batches)
             remaining.position, loader._first_batches = position, remaining.first_batches

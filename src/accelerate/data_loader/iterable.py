@@ -1,4 +1,4 @@
-"""Read an iterable dataset one batch ahead, so that the last batch is known, and from any position on."""
+"""Read an iterable dataset one batch ahead, to detect the last batch, and from any position."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _METHODS: Final = ("__iter__", "_get_iterator")
 
 
 def reads_by_itself(dataloader: object) -> bool:
-    """Return whether the class of ``dataloader`` has an ``__iter__``, or an iterator, of its own."""
+    """Return whether the class of ``dataloader`` has its own ``__iter__`` or iterator."""
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
     known = [DataLoader] if torchdata is None else [DataLoader, torchdata.StatefulDataLoader]
     kind = type(dataloader)
@@ -47,7 +47,7 @@ def reads_by_itself(dataloader: object) -> bool:
 
 
 def reader_like(own: DataLoader[object], dataset: object, settings: Mapping[str, object]) -> DataLoader[object]:
-    """Copy the user's loader, to read ``dataset`` with the samplers and settings that are given."""
+    """Copy the user's loader, to read ``dataset`` with the given samplers and settings."""
     reader = copy.copy(own)
     changed = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
     # Torch fixes these attributes at construction; a copy is constructed without it.
@@ -58,7 +58,7 @@ def reader_like(own: DataLoader[object], dataset: object, settings: Mapping[str,
 
 
 def wrong_batches_error(own: object, problem: str) -> PreparationError:
-    """Return the error for a loader with other batches than its batch sampler asked for."""
+    """Return the error for a loader that yields other batches than its batch sampler requests."""
     name = type(own).__qualname__
     return PreparationError(
         f"{name}.__iter__ {problem}, so it can't be told which samples its batches hold. A loader whose class has an "
@@ -69,10 +69,10 @@ def wrong_batches_error(own: object, problem: str) -> PreparationError:
 
 
 def check_own_iter(own: object, *, is_sharded_stream: bool, use_stateful_dataloader: bool) -> None:
-    """Raise unless the loader's own ``__iter__`` can be kept.
+    """Raise if the loader's own ``__iter__`` can't be used.
 
     Raises:
-        PreparationError: it can't, for the reason that is given.
+        PreparationError: the text has the reason.
     """
     name = type(own).__qualname__
     if is_sharded_stream:
@@ -91,7 +91,7 @@ def check_own_iter(own: object, *, is_sharded_stream: bool, use_stateful_dataloa
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading a stream
+# Reading an iterable dataset
 
 _END: Final = object()
 _BEFORE_END: Final = "before_end"
@@ -100,51 +100,51 @@ _BEFORE_END: Final = "before_end"
 @final
 @dataclass(frozen=True)
 class StreamSource:
-    """A stream, and how it is divided between ranks."""
+    """An iterable dataset, and how it is sharded over ranks."""
 
-    dataset: Any  # an IterableDatasetShard, or what each rank reads for itself
+    dataset: Any  # an IterableDatasetShard, or the dataset that each rank reads itself
     batch_size: int | None
-    num_readers: int  # ranks that each read a stream of their own; 1 where the stream isn't divided, or divided here
+    num_readers: int  # ranks that each read their own data; 1 if the data isn't sharded, or is sharded here
 
     @property
     def shard(self) -> IterableDatasetShard | None:
-        """The dataset that shards one common stream over all ranks, if there is one."""
+        """The dataset that shards common data over all ranks, if there is one."""
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
     @property
     def base(self) -> Any:
-        """The user's own stream."""
+        """The user's own dataset."""
         return self.dataset if self.shard is None else self.shard.dataset
 
     @property
     def dp_size(self) -> int:
-        """The number of ranks that the samples are divided among."""
+        """The number of ranks over which the samples are sharded."""
         return self.num_readers if self.shard is None else self.shard.num_processes
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks take in one step."""
+        """The number of samples that all ranks use in one step."""
         return (self.batch_size or 1) * self.num_readers if self.shard is None else self.shard.global_batch_size
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The stream's own generator, where it has one."""
+        """The dataset's own generator, if it has one."""
         generator = getattr(self.base, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
     def seed_generator(self) -> None:
-        """Seed the generator of a stream that is sharded here from the epoch."""
+        """Seed the generator of a dataset that is sharded here, from the epoch."""
         if self.shard is not None:
             self.shard.seed_generator()
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the stream can save and load its position."""
+        """Whether the dataset can save and load its position."""
         base = self.base
         return callable(getattr(base, "state_dict", None)) and callable(getattr(base, "load_state_dict", None))
 
     def coverage_of(self, batch: object) -> BatchCoverage | None:
-        """Return the coverage of a batch without padding; None where other ranks' batches can't be known."""
+        """Return the coverage of a batch without padding; None if other ranks' batches are unknown."""
         if self.shard is not None:
             return full_coverage(self.global_batch_size // self.dp_size, self.dp_size)
         if self.num_readers > 1:
@@ -153,7 +153,7 @@ class StreamSource:
 
 
 class StatefulStream(Protocol):
-    """A stream that can save and load its position."""
+    """An iterable dataset that can save and load its position."""
 
     def __iter__(self) -> Iterator[object]: ...
 
@@ -165,28 +165,28 @@ class StatefulStream(Protocol):
 @final
 @dataclass
 class StreamEnd:
-    """The state in which a stateful stream ended its last pass, and a way to bring it there again.
+    """The state of a stateful iterable dataset at the end of its last pass, and how to restore it.
 
-    The state that a stream has at its end can mean its beginning, or that nothing is left, and some begin the next
-    epoch while they end. So the end is kept as the state before the last batch: read from there on, the stream ends
-    as it did.
+    At its end, a dataset's state can mean its beginning, or that nothing is left, and some datasets begin the next
+    epoch while they end. So the end is saved as the state before the last batch: reading from there ends the dataset in
+    the same way.
     """
 
     before: Any = None  # the state before the last batch was read
     after: Any = None
 
     def note(self, before: object, base: StatefulStream) -> dict[str, object]:
-        """Note that the stream ``base`` has ended; return its state, for :meth:`restore`."""
+        """Record that ``base`` has ended; return its state, for :meth:`restore`."""
         self.before, self.after = before, base.state_dict()
         return {_BEFORE_END: before}
 
     def state_of(self, base: StatefulStream) -> object:
-        """Return the state of a stream between two passes."""
+        """Return the state of ``base`` between two passes."""
         now = base.state_dict()
         return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
 
     def restore(self, base: StatefulStream, state: object) -> None:
-        """Restore ``base`` to ``state``; its next pass is the one that followed."""
+        """Restore ``base`` to ``state``, so that its next pass is the one that followed it."""
         if not (isinstance(state, Mapping) and _BEFORE_END in state):
             base.load_state_dict(state)
             return
@@ -199,7 +199,7 @@ class StreamEnd:
 
 
 def _is_equal(state: object, other: Any) -> bool:
-    """Return whether two states of a stream are the same value, tensors and arrays in them included."""
+    """Return whether two states of a dataset are equal, including tensors and arrays in them."""
     if type(state) is not type(other):
         return False
     if isinstance(state, Mapping):
@@ -213,10 +213,10 @@ def _is_equal(state: object, other: Any) -> bool:
 
 
 def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
-    """Return whether torchdata's loader can continue from ``state`` with ``num_workers``, without reading data again.
+    """Return whether torchdata's loader can resume from ``state`` with ``num_workers`` without reading data again.
 
-    It can where that holds a state of the stream for every worker. Else it would read the stream up to the position,
-    and count those batches twice; a worker whose stream has ended would begin it again.
+    It can if ``state`` has the dataset's state of every worker. Else it would read the data up to the position, and
+    count those batches twice; a worker whose data has ended would start again.
     """
     snapshot = state.get("_snapshot")
     if (snapshot is not None) != (num_workers > 0):
@@ -236,7 +236,7 @@ def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
 
 @final
 class StreamReader:
-    """One pass over a stream, from its beginning or from a resume position on."""
+    """One pass over an iterable dataset, from its beginning or a resume position."""
 
     def __init__(
         self,
@@ -251,22 +251,22 @@ class StreamReader:
         self.position: ResumePosition = BEGINNING
         self._is_resumed = saved is not None
         self._order: Mapping[str, Any] = saved.order if saved is not None else {}
-        self._num_first_batches = num_first  # batches of the beginning that are kept among those thrown away
+        self._num_first_batches = num_first  # how many of the skipped batches are kept
         self._first_batches: list[Any] = []
-        self._first: list[Any] = []  # the samples that the epoch began with, for a pass that begins later
+        self._first: list[Any] = []  # the first samples of the epoch, for a pass that begins later
         # Whether an incomplete last global batch will be padded from the first one.
         self._completes = (
             (source.shard is not None or num_first > 0) and loader._dp_size() > 1 and not loader._drop_last
         )
         self._state_name = "dataset" if source.num_readers == 1 else "stream"
-        self._num_discarded = 0  # batches that are read and thrown away
-        self._num_skipped = 0  # samples of the stream that are read and thrown away
-        self._later_part: StreamFrom | None = None  # the view of the stream without them, where it isn't sharded here
+        self._num_discarded = 0  # batches to read and discard
+        self._num_skipped = 0  # samples of the dataset to read and discard
+        self._later_part: StreamFrom | None = None  # the dataset without these samples, if it isn't sharded here
         self._dataset_state: Any = None
         self._loader_state: Any = None
-        self._ahead: Mapping[str, Any] = {}  # the random streams that the next batch is to be drawn from
+        self._ahead: Mapping[str, Any] = {}  # the random streams from which to draw the next batch
         self._in_process = loader.num_workers == 0
-        # One worker reads in the order of the stream too; one that persists would begin later epochs there as well.
+        # A single worker reads in order too, but a persistent one would skip the samples in later epochs as well.
         self._reads_in_order = self._in_process or (loader.num_workers == 1 and not loader.persistent_workers)
         self._is_over = False
         self._keeps_state = source.is_stateful and self._in_process
@@ -308,7 +308,7 @@ class StreamReader:
     # -- the pass --------------------------------------------------------------------------------------
 
     def read(self) -> Generator[tuple[object, BatchInfo], None, None]:
-        """Yield every batch, on the device, with its batch info; each is given out when the next one has been read."""
+        """Yield every batch, on the device, with its batch info, once the next batch has been read."""
         if self._is_over:
             if self._dataset_state is not None:
                 self.loader.stream_end.restore(self.source.base, self._dataset_state)
@@ -343,8 +343,9 @@ class StreamReader:
             batch = following
 
     def _beginning(self) -> AbstractContextManager[None]:
-        """Enter a context with the random streams of the saved pass for data read again, or unchanged ones for a
-        continued pass.
+        """Enter a context for the start of a resumed pass.
+
+        To read data again, it has the random streams of the saved pass; else it leaves the streams unchanged.
         """
         if not self._is_resumed:
             return nullcontext()
@@ -359,14 +360,14 @@ class StreamReader:
         loader, shard, dataset = self.loader, self.source.shard, self.source.dataset
         collate: Any = loader.collate_fn
         if self._dataset_state is not None and self._completes and self._order.get("dataset") is not None:
-            self._first = self._first_samples()  # now: later, the stream would be in use
+            self._first = self._first_samples()  # now, because later the dataset is in use
         if shard is not None:
             shard.num_skipped = self._num_skipped
             shard.first_global_batch = (lambda: self._first) if self._first else None
             stream = StatefulShardedStream if self.source.is_stateful else ShardedStream
             dataset, collate = stream(shard), CollateWithCoverage(collate)
         elif self._num_skipped or (isinstance(dataset, IterDataPipe) and not loader._draws_on_every_rank):
-            # (Over a data pipe torch's loader calls collectives, which are answered by ranks that read one too.)
+            # (For a data pipe, torch's loader calls collectives, which only ranks that read one too take part in.)
             dataset = self._later_part = StreamFrom(dataset, self._num_skipped)
         if self._dataset_state is not None:
             self.source.base.load_state_dict(self._dataset_state)
@@ -376,12 +377,12 @@ class StreamReader:
         return iter(reader)
 
     def _first_samples(self) -> list[object]:
-        """Return the samples that the epoch began with, read as they were then. This moves the stream's position."""
+        """Read the epoch's first samples again, with the same random streams. This moves the dataset's position."""
         base, size = self.source.base, self.source.global_batch_size * max(self._num_first_batches, 1)
         self.loader.stream_end.restore(base, self._order["dataset"])
         with host_streams(self._order.get("streams") or {}):
             if self.loader.generator is None:
-                torch.empty((), dtype=torch.int64).random_()  # torch's loader draws the seed of its workers first
+                torch.empty((), dtype=torch.int64).random_()  # torch's loader first draws its workers' seed
             return list(islice(iter(base), size))
 
     def first_batches(self) -> list[object]:
@@ -396,7 +397,7 @@ class StreamReader:
         return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
 
     def _first_batches_again(self) -> list[object]:
-        """Read the first batches of the epoch with a reader of their own, whose workers read as the first ones did."""
+        """Read the first batches of the epoch with a separate reader, whose workers read as in the saved pass."""
         loader = self.loader.copy_with()
         reader = loader.reader(
             self.source.dataset, loader.collate_fn, batch_size=loader.batch_size, drop_last=loader.drop_last
@@ -405,10 +406,10 @@ class StreamReader:
             return list(islice(iter(reader), self._num_first_batches))
 
     def _first_batch_read(self, batches: Iterator[object]) -> tuple[object, list[str]]:
-        """Return the first batch, and the random streams of this process that reading draws from."""
+        """Return the first batch, and the names of this process's random streams that reading draws from."""
         before = capture_host_streams() if self._in_process else {}
         batch = next(batches, _END)
-        # What is skipped was for this pass; a worker has its own copy, and the reader may stay for the next pass.
+        # Samples are skipped in this pass only; a worker has its own copy, and the next pass may reuse the reader.
         if self.source.shard is not None:
             self.source.shard.num_skipped = 0
         if self._later_part is not None:
@@ -423,24 +424,24 @@ class StreamReader:
         return batch, self.source.coverage_of(batch)
 
     def _own(self, moving: list[str], num_batches: int) -> dict[str, object]:
-        """Return this rank's state between this batch and the next, from which the next one can be read again."""
+        """Return this rank's state before the next batch, from which that batch can be read again."""
         own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
         if self.loader.use_stateful_dataloader:
             reader: Any = self.loader.base_dataloader
             own["loader"] = reader.state_dict()
-            if self._in_process:  # the reader itself counts from where its pass was continued
+            if self._in_process:  # the reader itself counts from the position at which its pass resumed
                 own["loader"].update(_num_yielded=num_batches, _sampler_iter_yielded=num_batches)
         if self._keeps_state:
             own.update(self._stream_state())
         return own
 
     def _stream_state(self) -> dict[str, object]:
-        # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
+        # Any rank can resume a dataset that all ranks read; only the same rank can resume its own data.
         return {self._state_name: self.source.base.state_dict()}
 
 
 # --------------------------------------------------------------------------------------------------
-# Loaders that shard their data themselves: detected, so that nothing is sharded twice
+# Loaders that shard their data themselves: detected, so that no data is sharded twice
 
 _RANKS = ("rank", "process_index", "dp_rank")
 _COUNTS = ("num_replicas", "world_size", "num_processes", "dp_world_size")
@@ -451,11 +452,11 @@ _warned: set[str] = set()
 
 
 class AlreadyShardedWarning(UserWarning):
-    """A loader divides its data between ranks by itself, and is used as it is."""
+    """A loader shards its data over the ranks itself, and is used unchanged."""
 
 
 class UndividedStreamWarning(UserWarning):
-    """A stream was sharded of which it isn't known whether it is divided between ranks already."""
+    """An iterable dataset was sharded over the ranks, and may already have been sharded."""
 
 
 def _names_a_rank_of(thing: object, count: int) -> bool:
@@ -467,9 +468,7 @@ def _names_a_rank_of(thing: object, count: int) -> bool:
 
 
 def rank_aware_part(dataloader: DataLoader[object], count: int) -> object:
-    """Return the sampler or dataset that divides the data of ``dataloader`` between ``count`` ranks; None if nothing
-    does.
-    """
+    """Return the sampler or dataset that already shards the data of ``dataloader`` over ``count`` ranks, or None."""
     if count == 1:
         return None
     dataset: Any = dataloader.dataset
@@ -485,7 +484,7 @@ def _streams_in(dataset: object) -> list[object]:
     found: list[Any] = []
     while dataset is not None and len(found) < _DEEPEST:
         found.append(dataset)
-        # Hugging Face datasets that were split by node keep rank and world_size in a record of their own.
+        # Hugging Face datasets that were split by node keep rank and world_size in a separate record.
         record = getattr(dataset, "_distributed", None)
         if record is not None:
             found.append(record)
@@ -495,12 +494,12 @@ def _streams_in(dataset: object) -> list[object]:
 
 
 def _is_divided_by_torch(part: object) -> bool:
-    """Return whether torch's loader itself gives each rank a part of it: data pipes with a sharding filter."""
+    """Return whether torch's loader itself shards it over the ranks, as it does data pipes with a sharding filter."""
     return isinstance(part, IterDataPipe) and callable(getattr(part, "apply_sharding", None))
 
 
 def warn_if_sharded_here(dataloader: DataLoader[object], count: int) -> None:
-    """Warn once, on rank 0, that a stream is taken to be the same on all ranks."""
+    """Warn once, on rank 0, that an iterable dataset is assumed to be the same on all ranks."""
     world = current_world()
     dataset: Any = dataloader.dataset
     name = type(dataset).__qualname__
@@ -522,9 +521,7 @@ def warn_if_sharded_here(dataloader: DataLoader[object], count: int) -> None:
 
 
 def coverage_function(part: object, count: int) -> CoverageFunction:
-    """Return the coverage function of the batches of ``part``: torch's sampler appends repeated samples at the very
-    end.
-    """
+    """Return the coverage function for batches of ``part``; torch's sampler appends repeated samples at the end."""
     if type(part) is not DistributedSampler or part.drop_last:
         return lambda num_drawn, size: None
 
@@ -532,7 +529,7 @@ def coverage_function(part: object, count: int) -> CoverageFunction:
         num_samples = len(part.dataset)  # pyright: ignore[reportArgumentType]
         if (num_drawn + size) * count <= num_samples:
             return full_coverage(size, count)
-        # The j-th sample of rank r is number r + j * count of the order; those behind the dataset's end repeat.
+        # The j-th sample of rank r is number r + j * count of the order; samples after the dataset's end are repeated.
         valid = tuple(min(max(-(-(num_samples - rank) // count) - num_drawn, 0), size) for rank in range(count))
         return BatchCoverage(valid, (size,) * count)
 

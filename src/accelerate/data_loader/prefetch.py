@@ -1,4 +1,4 @@
-"""The loop of a prepared loader: batches are prefetched to the device, the last one is known, the position is saved."""
+"""The loop of a prepared loader: it prefetches to the device, detects the last batch, and keeps the position."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ Value = TypeVar("Value")
 
 
 class DevicePrefetch(Protocol):
-    """A way of copying batches to a device ahead of their use."""
+    """The interface to copy batches to a device before they are used."""
 
     def send(self, batch: object) -> object:
         """Start to copy ``batch`` to the device."""
         ...
 
     def receive(self, sent: Any) -> object:
-        """Return a batch that was sent, ready to be used."""
+        """Return a batch from :meth:`send`, ready to be used."""
         ...
 
 
@@ -84,17 +84,18 @@ class StreamPrefetch:
             return sent, self._stream.record_event()
 
     def receive(self, sent: tuple[object, torch.Event]) -> object:
-        """Return a copied batch; work queued from now on waits for the copy, this process doesn't."""
+        """Return a copied batch; later work on the device waits for the copy, without blocking this process."""
         batch, arrival = sent
         current = self._kind.current_stream(self._device)
         current.wait_event(arrival)
-        # The memory belongs to the copying stream, which must not use it again before the current one is done with it.
+        # The memory belongs to the copying stream, which must not reuse it before the current stream has used the
+        # batch.
         recursively_apply(lambda tensor: tensor.record_stream(current), batch)
         return batch
 
 
 def prefetch_for(device: torch.device | None) -> StreamPrefetch | None:
-    """Return a device prefetch for ``device``; None where there is nothing to overlap."""
+    """Return a device prefetch for ``device``; None if it has no side stream."""
     if device is None:
         return None
     kind = kind_of(device)
@@ -105,7 +106,7 @@ def prefetch_for(device: torch.device | None) -> StreamPrefetch | None:
 def prefetched(
     source: Generator[tuple[object, Value], None, None], device_prefetch: DevicePrefetch, depth: int
 ) -> Generator[tuple[object, Value], None, None]:
-    """Yield what ``source`` gives, on the device, with up to ``depth`` further batches being copied."""
+    """Yield the batches of ``source`` on the device, while up to ``depth`` further batches are being copied."""
     waiting: deque[tuple[object, Value]] = deque()
     try:
         for batch, batch_info in source:
@@ -134,10 +135,10 @@ _OURS = (BatchSamplerShard, SkipBatchSampler)
 
 
 class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
-    """A prepared loader: a torch DataLoader whose batches are on the device, with known valid rows.
+    """A prepared loader: a torch DataLoader that yields batches on the device and knows their valid rows.
 
-    For the current batch, ``end_of_dataloader`` says whether it is the last one, and ``coverage`` which of its rows, on
-    every rank, are valid.
+    For the current batch, ``end_of_dataloader`` tells whether it is the last one, and ``coverage`` which rows are
+    valid, on every rank.
     """
 
     def __init__(
@@ -167,27 +168,27 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.gradient_state = gradient_state
         self.torch_device_mesh = torch_device_mesh
         self.prefetch_to_device = prefetch_to_device
-        self.sample_seed = sample_seed  # where every sample is read with streams of its own
+        self.sample_seed = sample_seed  # if every sample is read with its own random streams
         self.reseed_workers = reseed_workers
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
         self.progress: Progress = Progress(epoch=iteration)
-        self.presharded_size = 1  # how many ranks read a part of their own, where the data isn't sharded here
-        self.presharded_rank = 0  # which of these parts this rank reads
+        self.presharded_size = 1  # how many ranks read their own shard, if the data isn't sharded here
+        self.presharded_rank = 0  # which of these shards this rank reads
         self.coverage_of: CoverageFunction | None = None  # the coverage of batches of a rank-aware sampler
         self._recorder = RecordingSampler()
-        self._loaded_state: dict[str, Any] = {}  # of torchdata's loader, as it was loaded last
+        self._loaded_state: dict[str, Any] = {}  # the last loaded state of torchdata's loader
         self._announced_epoch: int | None = None
         self._newest_pass: object = None
         self._first_batches: list[Any] = []
         self._stream: StreamReader | None = None
         self.stream_end: StreamEnd = StreamEnd()
         self.device_prefetch: DevicePrefetch | None = None  # the strategy's own way of copying batches to the device
-        #: Copies the batches of the running pass; None: they are copied as they are read.
+        #: Copies the batches of the running pass; None: they are copied when they are read.
         self._active_prefetch: DevicePrefetch | None = None
-        self.data_wait_seconds: float = 0.0  # how long the loop has waited for batches, in the running or the last pass
-        self.pass_began: float | None = None  # when, by perf_counter
+        self.data_wait_seconds: float = 0.0  # time waited for batches in the running or last pass
+        self.pass_began: float | None = None  # time of perf_counter
         note_epochs(self._epoch_listeners(), only_new=True)
 
     _prefetches_batches = True
@@ -195,12 +196,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def skip_batches(self) -> int:
-        """The number of batches that every pass leaves out at its beginning."""
+        """The number of batches skipped at the beginning of every pass."""
         return self._skip_batches
 
     @skip_batches.setter
     def skip_batches(self, value: int) -> None:
-        if not isinstance(self.dataset, IterableDataset):  # others by skip_first_batches stay left out as well
+        if not isinstance(self.dataset, IterableDataset):  # batches skipped by skip_first_batches stay skipped
             root, num_skipped = unskipped(self.index_sampler)
             num_skipped += value - self._skip_batches
             skip = SkipBatchSampler(root, num_skipped) if num_skipped else root
@@ -220,7 +221,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         batches = self._read(saved)
         if device_prefetch is not None:
             batches = prefetched(batches, device_prefetch, self.prefetch_to_device if self.num_workers else 0)
-        shown = vars(self)  # torch checks every assignment to an attribute of a loader, which costs more than the rest
+        shown = vars(self)  # bypasses torch's check of attribute assignments, which is slow
         this_pass = shown["_newest_pass"] = object()
         self.begin()
         shown["data_wait_seconds"] = 0.0
@@ -238,7 +239,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                     progress.return_to(pass_start)
                 shown["_newest_pass"] = this_pass
                 progress.batch_info = batch_info
-                if gradient_state.active_dataloader is not self:  # another loop has read in between
+                if gradient_state.active_dataloader is not self:  # another loop has run in between
                     gradient_state._add_dataloader(self, is_interleaved=True)
                 yield batch
                 if hooks.between_batches and not batch_info.is_last:
@@ -248,7 +249,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             progress.finish(epoch)
         finally:
             batches.close()
-            if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
+            if self._newest_pass is this_pass:  # else another pass over this loader is running
                 note_epochs(self._epoch_listeners())  # a sampler may count epochs itself
                 shown["_stream"] = None  # its reference would keep the loader alive
                 self.end()
@@ -261,16 +262,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return self.device_prefetch or (prefetch_for(self.device) if self.prefetch_to_device else None)
 
     def _begin_pass(self) -> SavedPosition | None:
-        """Begin a pass; return the position that it continues from, if there is one.
+        """Begin a pass; return the position to resume from, if there is one.
 
-        A position after the last batch of an epoch is the beginning of the next one.
+        A position after the last batch of an epoch means the beginning of the next epoch.
         """
         saved = self.progress.start()
         self._announce_epoch()
         if saved is None or not saved.is_finished:
             return saved
-        # The order of the next epoch follows from that of the finished one, which the saved run had drawn.
-        # Workers that stay were started in the saved run's first pass, so they are started in this one.
+        # The order of the next epoch depends on the draws of the finished one, which the saved run had made. Persistent
+        # workers were started in the saved run's first pass, so they are started in this one.
         reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
         for _ in self._read(saved) if reads else IndexReader(self, saved).draw():
             pass
@@ -310,34 +311,34 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         world = current_world()
         return world if world is not None and world.is_distributed else None
 
-    # -- datasets that are read by index ---------------------------------------------------------------
+    # -- map-style datasets ----------------------------------------------------------------------------
 
     def read_map(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
-        """Yield every batch of a dataset that is read by index."""
+        """Yield every batch of a map-style dataset."""
         return IndexReader(self, saved).read(self.device if self._active_prefetch is None else None)
 
     @property
     def index_sampler(self) -> Iterable[object]:
-        """The sampler of the batches of indices: the batch sampler, or the sampler of an unbatched loader."""
+        """The batch sampler, or the sampler of a loader that doesn't batch."""
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     def order(self) -> Order:
-        """Return the state that the order of an epoch depends on."""
+        """Return the object for the state that determines the order of an epoch."""
         return Order(self.index_sampler, self.synchronized_generator, _OURS, self.sample_seed)
 
     @property
     def stream_names(self) -> list[str]:
-        """The streams that all ranks take over from rank 0 when a pass begins."""
+        """The random streams that all ranks copy from rank 0 when a pass begins."""
         return [str(getattr(kind, "value", kind)) for kind in self.rng_types or ()]
 
     def agreeing_world(self, order: Order) -> World | None:
-        """Return the world whose ranks must draw one order; None if there is nothing to agree on."""
+        """Return the world whose ranks must draw the same order; None if they needn't agree."""
         if not order.needs_agreement or (self.rng_types is not None and "generator" not in self.stream_names):
             return None
         return self._world()
 
     def start_position(self, root: Iterable[object], skipped: int, saved: SavedPosition | None) -> ResumePosition:
-        """Return where the pass begins; batches skipped by hand count from the epoch's beginning."""
+        """Return the start position of the pass; batches skipped by the user count from the epoch's beginning."""
         if skipped:
             num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
             is_planned = self.planned_batches is not None
@@ -353,7 +354,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         size = getattr(root, "batch_size", None) or 1
         return size * (root.batches_per_step if isinstance(root, BatchSamplerShard) else self.presharded_size)
 
-    # -- datasets that are read as a stream ------------------------------------------------------------
+    # -- iterable datasets -----------------------------------------------------------------------------
 
     def _stream_source(self) -> StreamSource:
         return StreamSource(self.dataset, self.batch_size, self.presharded_size)
@@ -380,7 +381,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return reader.read()
 
     _draws_on_every_rank = True
-    _num_first_batches = 0  # batches at the beginning of the epoch that are kept where a pass begins later
+    _num_first_batches = 0  # how many first batches of the epoch are kept if a pass begins later
 
     # -- the epoch -------------------------------------------------------------------------------------
 
@@ -395,14 +396,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.progress.epoch = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``, and tell the samplers, or else the dataset."""
+        """Set the epoch of the next pass, also on the samplers or else the dataset."""
         self.progress.set_epoch(epoch)
         self._announced_epoch = None
         self._announce_epoch()
 
     def _announce_epoch(self) -> None:
         epoch, seedable = self.progress.epoch, self.order().seedable
-        # A seeded sampler goes on to its next epoch when its last index is drawn, which is before the pass ends.
+        # A seeded sampler advances to its next epoch when its last index is drawn, before the pass ends.
         if epoch == self._announced_epoch and (seedable is None or seedable.epoch == epoch):
             return
         self._announced_epoch = epoch
@@ -412,9 +413,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         note_epochs(listeners)
 
     def _follow_epoch(self) -> None:
-        """Use in the next pass the epoch that the script has set on its own sampler or dataset.
+        """Use the epoch that the script has set on its own sampler or dataset for the next pass.
 
-        A position that was loaded knows its epoch.
+        A loaded position has its own epoch.
         """
         epoch = None if self.progress.is_loaded else epoch_of_script(self._epoch_listeners())
         if epoch is not None:
@@ -432,10 +433,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return getattr(self.dataset, "num_processes", self.presharded_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return :meth:`position_state`; with torchdata the state that its own loader has here, key for key."""
+        """Return :meth:`position_state`; with torchdata, the state with the keys of torchdata's loader."""
         if not self.use_stateful_dataloader:
             return self.position_state()
-        if self.progress.saved is not None:  # loaded, and not continued yet
+        if self.progress.saved is not None:  # loaded, but not resumed yet
             return dict(self._loaded_state) if is_torchdatas(self._loaded_state) else self.position_state()
         state = self._torchdata_state()
         if not state:
@@ -446,7 +447,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return state if self._holds_order(state) else with_position(state, self._position())
 
     def _holds_order(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a state of torchdata's loader is enough to read on in the order of its epoch."""
+        """Return whether a state of torchdata's loader is enough to resume in the order of its epoch."""
         if isinstance(self.dataset, IterableDataset):
             return self._stream_source().generator is None
         order = self.order()
@@ -455,9 +456,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return not order.is_random and order.stateful is None
 
     def position_state(self) -> dict[str, Any]:
-        """Return the epoch, the position after the current batch, and how the order of this epoch began.
+        """Return the epoch, the position after the current batch, and the state that determines this epoch's order.
 
-        This is what a checkpoint keeps. With torchdata its loader's state stands beside it, for other programs.
+        Checkpoints save this. With torchdata it includes the state of torchdata's loader, for other programs.
         """
         own = self._position()
         return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else {**own}
@@ -467,12 +468,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         ready: OrderState = (
             {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         )
-        ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
-        ready.pop("plan", None)  # and batches are planned for its ranks
+        ready.pop("streams", None)  # between epochs, the next order is drawn from the process's streams
+        ready.pop("plan", None)  # and batches are planned for the ranks of this run
         return self.progress.state(self._dp_size(), ready)
 
     def _torchdata_state(self) -> dict[str, object]:
-        """Return the position in the form that torchdata's loader reads; empty before workers have started."""
+        """Return the position in the format of torchdata's loader; empty before workers have started."""
         progress = self.progress
         if isinstance(self.dataset, IterableDataset):
             own = {} if progress.batch_info is None else (progress.batch_info.own or {})
@@ -485,7 +486,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return torchdatas_form(self._base, self.num_workers, batch_info, num_batches, whole, progress.order_state)
 
     def _num_read(self, batch_info: BatchInfo) -> int:
-        """Return how many batches the reader of this rank has given."""
+        """Return the number of batches that this rank's reader has yielded."""
         return batch_info.steps
 
     def _position_after(self, num_batches: int) -> ResumePosition:
@@ -495,7 +496,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return ResumePosition(num_batches, num_batches * batches_per_step, num_batches * self.total_batch_size)
 
     def _from_torchdata(self, state: Mapping[str, Any]) -> PositionState:
-        """Convert a position of torchdata's loader (the original library saves them too) to one of this loader's."""
+        """Convert a position of torchdata's loader, as the original library saves it, to this loader's format."""
         own: dict[str, Any] = {}
         embedded = position_in(state)
         if embedded is not None:
@@ -513,7 +514,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return own_form(state, position, self._dp_size(), self.progress.epoch, own)
 
     def _ready_stream(self) -> OrderState:
-        """Return the state that the stream's next pass depends on, between two passes."""
+        """Return the state that determines the iterable dataset's next pass, between two passes."""
         source = self._stream_source()
         ready: OrderState = {} if source.generator is None else {"generator": source.generator.get_state()}
         state = self.stream_end.state_of(source.base) if source.is_stateful and self.num_workers == 0 else None
@@ -522,12 +523,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return ready
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Resume from ``state_dict`` in the next pass, in the same order, without reading skipped data.
+        """Resume from ``state_dict`` in the next pass, in the same order, without reading skipped samples.
 
-        Streams that keep no state of their own are read, and thrown away, up to that position.
+        Iterable datasets without a state of their own are read, and discarded, up to that position.
         """
         if self.use_stateful_dataloader:
-            if not state_dict:  # of a loader whose workers hadn't started
+            if not state_dict:  # from a loader whose workers hadn't started
                 return
             self._loaded_state = torchdatas_part(state_dict)
         if is_torchdatas(state_dict):
@@ -536,7 +537,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._announced_epoch = None
         self._warn_of_hidden_generators()
         if self.persistent_workers:
-            self._base = None  # the workers of the saved run began otherwise than those that live
+            self._base = None  # the saved run's workers started with another state than these
         if ready is None:
             return
         if not isinstance(self.dataset, IterableDataset):
@@ -552,7 +553,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _warn_of_hidden_generators(self) -> None:
         if isinstance(self.dataset, IterableDataset):
             source = self._stream_source()
-            found = hidden_generators(source.base, known=source.generator)  # that one is a part of the position
+            found = hidden_generators(source.base, known=source.generator)  # it is a part of the position
         else:
             found = hidden_generators(self.dataset)
         if found:
@@ -566,14 +567,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
-        """The same as :meth:`state_dict`, under the documented name."""
+        """:meth:`state_dict` under its documented name."""
         return self.state_dict()
 
     # -- sizes and samplers ----------------------------------------------------------------------------
 
     @property
     def own_rows(self) -> tuple[int, int] | None:
-        """The valid rows of this rank's batch, which come first, and all its rows; None if unknown."""
+        """The numbers of valid rows (which come first) and of all rows of this rank's batch; None if unknown."""
         coverage = self.coverage
         if coverage is None:
             return None
@@ -588,14 +589,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def planned_batches(self) -> PositionedBatchSampler | None:
-        """The sampler of batches with different numbers of samples, where one plans them."""
+        """The sampler that plans batches of different sizes, if there is one."""
         root, _ = unskipped(self.index_sampler)
         inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
         return inner if isinstance(inner, PositionedBatchSampler) else None
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples per step over all ranks; the average, if planned batches differ."""
+        """The number of samples per step over all ranks; the average, if planned batches differ."""
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
             planned = self.planned_batches
@@ -607,7 +608,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset, over all ranks."""
+        """The number of samples in the dataset, over all ranks."""
         total = getattr(self.dataset, "total_length", None)
         if total is not None:
             return total
@@ -623,11 +624,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return -1
         try:
             return self.total_dataset_length % self.total_batch_size
-        except TypeError:  # a stream that doesn't know its length
+        except TypeError:  # an iterable dataset without a length
             return -1
 
     def get_sampler(self) -> Any:
-        """Return the sampler that draws single samples."""
+        """Return the sampler of single samples."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Iterable[object]) -> None:
@@ -639,7 +640,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.show(sampler=sampler)
 
     def copy_with(self, **attributes: object) -> PreparedLoader:
-        """Return a copy of the loader, in the same epoch and at the same position, with other attributes."""
+        """Return a copy of the loader with other attributes, at the same epoch and position."""
         copied = object.__new__(type(self))
         vars(copied).update(self.__dict__, _base=None, _recorder=RecordingSampler(), _newest_pass=None, **attributes)
         return copied
@@ -652,11 +653,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
 
 class DataLoaderShard(PreparedLoader):
-    """A prepared loader that reads for its own process."""
+    """A prepared loader for which each process reads its own data."""
 
 
 def get_sampler(dataloader: DataLoader[object] | SequenceShardLoader) -> Any:
-    """Return the sampler of ``dataloader`` that draws single samples, wherever it is wrapped; None for a stream."""
+    """Return the innermost sampler of ``dataloader``, of single samples; None for an iterable dataset."""
     if isinstance(dataloader.dataset, IterableDataset):
         return None
     samplers = samplers_of(getattr(dataloader, "batch_sampler", None) or dataloader.sampler)

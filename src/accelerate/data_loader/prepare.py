@@ -1,4 +1,4 @@
-"""Prepare a loader: choose this rank's part of the data, and the rank that reads it."""
+"""Prepare a loader: choose this rank's shard of the data, and the rank that reads it."""
 
 from __future__ import annotations
 
@@ -108,39 +108,39 @@ def prepare_data_loader(
     length_of: LengthOf | None = None,
     packed: bool = False,
 ) -> PreparedLoader:
-    """Make a loader over the same data that gives every process its part, on its device.
+    """Make a loader over the same data that yields this process's shard, on its device.
 
     Args:
-        device: where batches go with ``put_on_device``.
-        num_processes: how many processes divide the data; as many as there are, if left out.
-        process_index: which of them this one is.
-        split_batches: the loader's batches are cut into equal parts, instead of one going to each process.
-        rng_types: streams that all processes take over from rank 0 when a pass begins; ``"generator"`` means
-            the order of the samples.
-        dispatch_batches: rank 0 reads for all ranks. Default: for streams whose batches are put on a device.
-        even_batches: pad the last global batch from the beginning of the epoch, so that all have equal batches.
-        slice_fn_for_dispatch: cuts what rank 0 read: ``f(data, slice, process_index, num_processes)``.
-        use_seedable_sampler: the order is a function of ``data_seed`` (or torch's seed) and the epoch.
+        device: the device of the batches, with ``put_on_device``.
+        num_processes: over how many processes the data is sharded (default: all).
+        process_index: this process's index among them.
+        split_batches: split each of the loader's batches into equal parts, instead of giving each process one batch.
+        rng_types: random streams that all processes copy from rank 0 when a pass begins; ``"generator"`` means the
+            order of the samples.
+        dispatch_batches: rank 0 reads for all ranks. Default: for iterable datasets whose batches are put on a device.
+        even_batches: pad the last global batch from the beginning of the epoch, so that all processes have equal
+            batches.
+        slice_fn_for_dispatch: slices rank 0's batches: ``f(data, slice, process_index, num_processes)``.
+        use_seedable_sampler: shuffle by ``data_seed`` (or torch's seed) and the epoch only.
         non_blocking: copy to the device without waiting.
         use_stateful_dataloader: read through torchdata's StatefulDataLoader.
         torch_device_mesh: ranks that differ only in its model-parallel axes get the same data.
-        gradient_state: the accumulation state that the loader reports to; the newest one, if left out.
-        share: this process's index among the data-parallel ranks, and their number; used instead of the two counts
-            and the mesh.
-        index_free_shuffle: a shuffled order is computed instead of kept in memory; seeded like the seedable one.
-        prefetch_to_device: how many batches are on their way to the device while one is in use.
-        augment_by_sample: what a dataset that is read by index draws from Python's, NumPy's and torch's streams
-            while it reads a sample is decided by the seed, the epoch and the sample's position in it. Seeded like the
-            seedable sampler.
-        reseed_workers: the random streams of workers are seeded anew for every batch of a dataset that is read by
-            index, so that a resumed run draws what the saved one would have drawn. Off, workers draw as torch's do.
-        already_sharded: whether what each rank's loader reads is that rank's own part already, so that nothing is
-            divided here. Default: samplers and datasets that name a rank and a number of ranks are taken to be
-            divided, other samplers and datasets not; of a stream, where that is a guess, one warning says so.
-        token_budget: batches hold at most so many tokens, instead of the loader's number of samples.
-        length_of: the number of tokens of each sample, needed for that: a function of a sample, the lengths of all
-            samples, or the name of the dataset's column of them.
-        packed: the lengths of a batch add up; otherwise each counts as the longest one, to which it is padded.
+        gradient_state: the accumulation state that the loader reports to (default: the newest one).
+        share: this process's data-parallel rank and size; replaces ``num_processes``, ``process_index`` and the mesh.
+        index_free_shuffle: compute a shuffled order instead of storing it; seeded like the seedable sampler.
+        prefetch_to_device: how many batches are being copied to the device while one is in use.
+        augment_by_sample: make random draws (Python's, NumPy's, torch's) of a map-style dataset while it reads a sample
+            depend only on the seed, the epoch and the sample's position in it. Seeded like the seedable sampler.
+        reseed_workers: reseed the workers' random streams for every batch of a map-style dataset, so that a resumed run
+            makes the same draws as the saved one would have. False: workers draw as torch's do.
+        already_sharded: whether each rank's loader already reads its own shard, so the data isn't sharded here.
+            Default: samplers and datasets that have a rank and a number of ranks count as already sharded, others
+            don't; for iterable datasets, where this is a guess, there is one warning.
+        token_budget: the maximum number of tokens per batch, instead of the loader's number of samples.
+        length_of: the number of tokens per sample, which ``token_budget`` needs: a function of a sample, the lengths of
+            all samples, or the name of the dataset's column with the lengths.
+        packed: the cost of a batch is the sum of its lengths; otherwise every sample counts as the longest one, to
+            which it is padded.
 
     Raises:
         PreparationError: the settings contradict each other or the loader.
@@ -211,7 +211,7 @@ def prepare_data_loader(
 def _shared(
     dataloader: DataLoader[object], asked: Sequence[object], data_seed: int | None, common: PreparedArguments
 ) -> PreparedLoader | None:
-    """Return the loader of a world without a process group; None in another."""
+    """Return the prepared loader of a world with members (without a process group); None in other worlds."""
     world = current_world()
     if world is None or world.members is None:
         return None
@@ -305,7 +305,7 @@ def _drops_last(dataloader: DataLoader[object]) -> bool:
 
 
 def _sampling(dataloader: DataLoader[object], root: Iterable[object]) -> Sampling:
-    """Return the arguments by which a loader over the same dataset reads the batches of ``root``."""
+    """Return the arguments for a loader over the same dataset that reads the batches of ``root``."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     if dataloader.batch_sampler is None:
@@ -314,7 +314,7 @@ def _sampling(dataloader: DataLoader[object], root: Iterable[object]) -> Samplin
 
 
 def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_free: bool) -> Iterable[object] | None:
-    """Return the loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
+    """Return the loader's batch sampler with a seeded sampler; None if its sampler isn't torch's RandomSampler."""
     batch_sampler: Any = dataloader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
     if type(sampler) is not RandomSampler:
@@ -353,7 +353,7 @@ def _keep_order(common: PreparedArguments) -> None:
 def _shown(
     prepared: PreparedLoader, dataloader: DataLoader[object], sampler: object, batch_size: int | None
 ) -> PreparedLoader:
-    """Give ``prepared`` the attributes that its user knows from the loader: sampler, batch size, drop_last."""
+    """Set the public attributes of the user's loader on ``prepared``: sampler, batch size, drop_last."""
     if isinstance(dataloader.dataset, IterableDataset):
         return prepared
     prepared.show(drop_last=dataloader.drop_last)
@@ -397,7 +397,7 @@ def _sharded_stream(
     num_files = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
     divide = getattr(dataset, "shard", None)
     if callable(divide) and type(num_files) is int and num_files >= dp_rank.count and not split_batches:
-        # A dataset of several files gives each rank some of them; no rank reads another's files.
+        # If a dataset has several files, each rank gets some of them, and no rank reads another's files.
         part: Any = divide(num_shards=dp_rank.count, index=dp_rank.index)
         prepared = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
         prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
@@ -428,13 +428,13 @@ def _presharded(
         )
     prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, _index_sampler(dataloader)), **common)
     prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
-    # Ranks may have batches of different sizes: only some are known.
+    # Ranks may have batches of different sizes: the coverage of only some is known.
     prepared.coverage_of = coverage_function(part, dp_rank.count)
     return _shown(prepared, dataloader, None, dataloader.batch_size)
 
 
 # --------------------------------------------------------------------------------------------------
-# Loaders that leave out the first batches of an epoch
+# Loaders that skip the first batches of an epoch
 
 
 class SkipDataLoader(PreparedLoader):
@@ -450,9 +450,9 @@ class SkipDataLoader(PreparedLoader):
 def skip_first_batches(dataloader: DataLoader[object] | SequenceShardLoader, num_batches: int = 0) -> Any:
     """Return a loader of the same class that begins at batch ``num_batches`` of the epoch.
 
-    It shares the epoch and the position with ``dataloader``. Skipping data that is read by index touches no data.
-    Where a checkpoint has been loaded, ``num_batches`` counts from the beginning of the epoch that it was saved in,
-    and replaces the restored position.
+    It shares the epoch and the position with ``dataloader``. For a map-style dataset, skipping reads no data. After
+    loading a checkpoint, ``num_batches`` counts from the beginning of the epoch in which it was saved, and replaces the
+    restored position.
     """
     if not isinstance(num_batches, Integral) or num_batches < 0:
         raise SettingError(f"skip_first_batches(..., {num_batches!r}): give the number of batches to skip, 0 or more.")

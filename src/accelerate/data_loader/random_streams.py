@@ -1,9 +1,9 @@
-"""Reseed random streams while reading: draws depend only on the seed, the epoch and the sample's position in it.
+"""Reseed random streams while reading, so that draws depend only on seed, epoch and position of the sample.
 
-So augmentation doesn't depend on how many ranks and workers read, nor on where a run was resumed. The streams are
-reseeded before each sample: the seed is sent along with the indices and takes effect when they are iterated over, so
-that neither the dataset nor ``worker_init_fn`` is touched. The position, unlike the index, differs for a sample that
-comes twice in an epoch (sampling with replacement).
+So augmentation doesn't depend on the number of ranks and workers, or on where a run was resumed. The streams are
+reseeded before each sample: the seed is sent with the indices and takes effect when they are iterated over, so neither
+the dataset nor ``worker_init_fn`` changes. Unlike the index, the position differs for a sample that comes twice in an
+epoch (sampling with replacement).
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ _END: Final = object()
 @final
 @dataclass
 class SampleSeed:
-    """The seed of all that reading samples draws: one for all ranks, kept with the order of the samples."""
+    """The seed of all draws while reading samples: the same on all ranks, saved with the order of the samples."""
 
     value: int
 
     def keyed(self, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Yield the batches, or the samples, that ``epoch`` began with, and reseed the streams before each sample is
-        read.
-        """
+        """Yield the first batches (or samples) of ``epoch``; reseed the streams before each sample."""
         position = 0
         for batch in batches:
             try:
@@ -54,7 +52,7 @@ class SampleSeed:
 @final
 @dataclass(frozen=True)
 class KeyedSamples:
-    """The indices of one batch; taking one of them reseeds the streams."""
+    """The indices of one batch; iterating reseeds the streams before each index."""
 
     indices: Any
     seed: int
@@ -74,7 +72,7 @@ class KeyedSamples:
 @final
 @dataclass(frozen=True)
 class KeyedSample:
-    """One index of a loader that doesn't batch; unpickling it gives the bare index and seeds the streams."""
+    """One index of a loader that doesn't batch; unpickling it returns the plain index and seeds the streams."""
 
     index: Any
     seed: int
@@ -84,19 +82,19 @@ class KeyedSample:
 
 
 def seeded(index: T, seed: int) -> T:
-    """Seed the streams for the sample that is read next, and return its ``index``."""
+    """Seed the streams for the next sample, and return its ``index``."""
     seed_host_streams(seed)
     return index
 
 
 @final
 class SampleKeys:
-    """A function from batch info, in order, to indices that seed the streams for each sample.
+    """A function object that returns a batch's indices with the seeds of the samples; call it in order.
 
     Args:
-        index, count: this rank's part: one of ``count`` consecutive batches, or with ``is_sharded_here=False`` (a
-            sampler that shards for the ranks) every ``count``-th sample.
-        in_process: the samples are read in this process, whose own streams are saved and restored around it.
+        index, count: this rank's shard: one of ``count`` consecutive batches; with ``is_sharded_here=False`` (a sampler
+        that shards itself), every ``count``-th sample. in_process: this process reads the samples, and saves and
+        restores its own streams around that.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class SampleKeys:
         self._seed, self._progress, self._epoch = seed, progress, progress.epoch
         self._index, self._count = index, count
         self._is_sharded_here, self._is_batched, self._in_process = is_sharded_here, is_batched, in_process
-        self._samples = -1  # drawn by all ranks before
+        self._samples = -1  # drawn by all ranks so far
         self._saved_streams: dict[str, Any] = {}
 
     def __call__(self, batch_info: BatchInfo) -> object:
@@ -123,7 +121,7 @@ class SampleKeys:
         if self._is_sharded_here:
             size = batch_info.coverage.size[: self._index] if batch_info.coverage is not None else ()
             first, stride = samples + sum(size), 1
-        if self._in_process:  # the sampler has drawn, the dataset hasn't
+        if self._in_process:  # after the sampler's draws, before the dataset's
             self._saved_streams = capture_host_streams()
         if self._is_batched:
             return KeyedSamples(batch_info.indices, self._seed.value, self._epoch, first, stride)
@@ -131,7 +129,7 @@ class SampleKeys:
         return seeded(batch_info.indices, seed) if self._in_process else KeyedSample(batch_info.indices, seed)
 
     def undisturbed(self, batches: Iterator[object]) -> Iterator[object]:
-        """Yield ``batches``, read without moving the streams of this process."""
+        """Yield ``batches``, without advancing this process's random streams."""
         batch = None
         while batch is not _END:
             try:
@@ -146,7 +144,7 @@ class SampleKeys:
 
 @final
 class OneByOne(Dataset[Any]):
-    """A wrapper of a dataset that reads whole batches at once, to read one sample at a time."""
+    """A wrapper that reads one sample at a time from a dataset with ``__getitems__``."""
 
     def __init__(self, dataset: object) -> None:
         self.dataset: Any = dataset
@@ -158,7 +156,7 @@ class OneByOne(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> object:
-        if name in ("dataset", "__getitems__"):  # not there yet while it is unpickled; not there at all
+        if name in ("dataset", "__getitems__"):  # missing while it is unpickled; never present
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -166,19 +164,19 @@ class OneByOne(Dataset[Any]):
 # --------------------------------------------------------------------------------------------------
 # Random streams of workers: reseeded for each batch
 #
-# Torch seeds a worker once, when it starts, so a run that continues inside an epoch would augment differently: its
-# workers are new. Here the streams of the worker are reseeded with every batch, from the worker's own seed, the epoch
-# and the number of the batch. The seed is sent along with the indices and takes effect where they are unpickled, so
-# that neither the dataset nor ``worker_init_fn`` is touched.
+# Torch seeds a worker once, when it starts, so a run that resumes inside an epoch would augment differently with its
+# new workers. Here the worker's streams are reseeded with every batch, from the worker's own seed, the epoch and the
+# number of the batch. The seed is sent with the indices and takes effect when they are unpickled, so neither the
+# dataset nor ``worker_init_fn`` changes.
 
-# The seed that this worker began with, by process: the streams' own seed changes with every batch.
+# The process id and the first seed of this worker; the streams' current seed changes with every batch.
 _first_seed: tuple[int, int] | None = None
 
 
 @final
 @dataclass(frozen=True)
 class KeyedIndices:
-    """The indices of one batch; unpickling them in a worker gives the bare indices and seeds the worker's streams."""
+    """The indices of one batch; unpickling them in a worker returns the plain indices and seeds its streams."""
 
     indices: Any
     epoch: int
@@ -202,7 +200,7 @@ def _received(indices: T, epoch: int, number: int) -> T:
 
 
 def _seed_of_all_workers(worker_id: int) -> int:
-    """Return the common part of the workers' seeds: torch, and most ``worker_init_fn``, add the worker's id to it."""
+    """Return the base seed of the workers, to which torch and most ``worker_init_fn`` add the worker's id."""
     global _first_seed
     if _first_seed is None or _first_seed[0] != os.getpid():
         _first_seed = (os.getpid(), torch.initial_seed())
@@ -210,21 +208,21 @@ def _seed_of_all_workers(worker_id: int) -> int:
 
 
 def derived_seed(seed: int, epoch: int, number: int) -> int:
-    """Return 63 bits that depend on all of ``seed``, ``epoch`` and ``number``."""
+    """Return a 63-bit hash of ``seed``, ``epoch`` and ``number``."""
     key = f"{seed}/{epoch}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 # --------------------------------------------------------------------------------------------------
-# Random streams of all ranks where rank 0 reads for them: they follow what rank 0 draws
+# Random streams of the other ranks if rank 0 reads for them: they follow rank 0's draws
 
-#: By name of a stream: its state before and after rank 0 drew.
+#: By name of the stream: its state before and after rank 0's draws.
 Moves = Mapping[str, tuple[Any, Any]]
 
 
 @final
 class SharedDraws:
-    """The host streams and the loader's generators: compared on rank 0 around each read, followed on the other ranks.
+    """The host streams and the loader's generators, which the other ranks advance as rank 0's reads do.
 
     Args:
         generators: those that the loader and its samplers draw from, in the same order on every rank.
@@ -238,14 +236,14 @@ class SharedDraws:
         return {**capture_host_streams(), **{name: one.get_state() for name, one in self._generators.items()}}
 
     def moves_since(self, before: Mapping[str, object]) -> Moves:
-        """Return the streams that have been drawn from since ``before`` was captured."""
+        """Return the streams that have changed since ``before`` was captured."""
         after = self.capture()
         return {
             name: (state, after[name]) for name, state in before.items() if not same_stream_state(state, after[name])
         }
 
     def follow(self, moves: Moves) -> None:
-        """Set streams that equal rank 0's before the read to rank 0's after it; leave others as they are."""
+        """Set streams that equal rank 0's before the read to rank 0's after it; leave the others unchanged."""
         own = self.capture() if moves else {}
         for name, (before, after) in moves.items():
             if not same_stream_state(own.get(name), before):

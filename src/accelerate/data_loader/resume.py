@@ -1,4 +1,4 @@
-"""The position of a loader in its epoch, as a value that a checkpoint saves and another run resumes from."""
+"""The position of a loader in its epoch, which a checkpoint saves and another run resumes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sampling import BEGINNING, BatchInfo, OrderState, ResumePosition, order_fi
 
 
 class PositionState(TypedDict):
-    """A saved position as a checkpoint keeps it: JSON values and tensors."""
+    """The format of a saved position in a checkpoint: JSON values and tensors."""
 
     epoch: int
     rounds: int
@@ -28,19 +28,19 @@ class PositionState(TypedDict):
 @final
 @dataclass(frozen=True)
 class SavedPosition:
-    """A saved position that the next pass continues from."""
+    """A saved position from which the next pass resumes."""
 
     epoch: int
     position: ResumePosition
     dp_size: int
     order: OrderState
     fingerprint: list[int] = field(default_factory=list)
-    dataset: Any = None  # the stream's own state, where it keeps one and all ranks read the same stream
-    own: Mapping[str, Any] = field(default_factory=dict)  # what only the rank that saved it can use
+    dataset: Any = None  # an iterable dataset's own state, if it has one and all ranks read the same data
+    own: Mapping[str, Any] = field(default_factory=dict)  # state that only the rank that saved it can use
     is_finished: bool = False  # the last batch of the epoch had been yielded
 
     def position_for(self, dp_size: int, global_batch_size: int) -> ResumePosition:
-        """Return the position among ``dp_size`` ranks, after the same samples, in global batches of another size."""
+        """Return the position after the same samples for ``dp_size`` ranks and another global batch size."""
         if dp_size == self.dp_size:
             return self.position
         steps = self.position.samples // max(global_batch_size, 1)
@@ -62,18 +62,18 @@ class Progress:
     """The epoch of a loader and the position in it; a loader and its skipped copies share one."""
 
     epoch: int = 0
-    order_state: OrderState | None = None  # how the order of the running epoch began
+    order_state: OrderState | None = None  # determines the order of the running epoch
     position: ResumePosition = BEGINNING  # where the running pass began
-    batch_info: BatchInfo | None = None  # of the batch that was yielded last in the running epoch
-    saved: SavedPosition | None = None  # read from a checkpoint, not continued yet
+    batch_info: BatchInfo | None = None  # of the last batch yielded in the running epoch
+    saved: SavedPosition | None = None  # loaded from a checkpoint, not resumed yet
     own: Mapping[str, Any] = field(default_factory=dict)  # this rank's own state for a whole pass
-    loaded_own: Mapping[str, Any] = field(default_factory=dict)  # the same of the run that the checkpoint is of
+    loaded_own: Mapping[str, Any] = field(default_factory=dict)  # the same, of the saved run
     is_loaded: bool = False  # and no pass has begun since
 
     def start(self) -> SavedPosition | None:
-        """Begin a pass; return the position to continue from, and forget it."""
+        """Begin a pass; return the position to resume from, and clear it."""
         last = self.batch_info
-        if last is not None and last.is_last:  # a loop that was left at its last batch has seen all of them
+        if last is not None and last.is_last:  # a loop that ended by a break at its last batch has seen all batches
             self.epoch += 1
         self.is_loaded = False
         saved, self.saved = self.saved, None
@@ -83,31 +83,31 @@ class Progress:
         return saved
 
     def finish(self, epoch: int) -> None:
-        """Note that the pass of ``epoch`` reached its end: the next pass is the following epoch.
+        """Record that the pass of ``epoch`` is complete, so the next pass is the following epoch.
 
-        Another pass, begun while this one was at its last batch, has counted that already.
+        Another pass that began at this one's last batch has counted that already.
         """
         self.epoch = max(self.epoch, epoch + 1)
         self.leave()
 
     def pass_start(self) -> PassStart:
-        """Return how the running pass began."""
+        """Return the epoch, order state and position at the start of the running pass."""
         return PassStart(self.epoch, self.order_state, self.position)
 
     def return_to(self, pass_start: PassStart) -> None:
-        """Continue a pass after another pass over the same loader has read in between."""
+        """Return to a pass after another pass over the same loader has run in between."""
         self.epoch, self.order_state, self.position = pass_start
 
     def leave(self) -> None:
-        """Forget the position in the epoch."""
+        """Clear the position in the epoch."""
         self.order_state, self.batch_info, self.position, self.saved = None, None, BEGINNING, None
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``; forget a position in another epoch, or at the end of this one."""
+        """Set the epoch of the next pass; clear a position in another epoch or at the end of this one."""
         saved = self.saved
         if saved is not None and saved.is_finished:
             if epoch == self.epoch + 1:
-                return  # the next epoch anyway, in the order that follows from the finished one
+                return  # it is the next epoch already, in the order that follows the finished one
             self.leave()
         elif epoch != self.epoch or (self.batch_info is not None and self.batch_info.is_last):
             self.leave()
@@ -115,11 +115,11 @@ class Progress:
 
     @property
     def is_inside(self) -> bool:
-        """Whether some, but maybe not all, batches of the epoch have been yielded."""
+        """Whether at least one batch of the epoch has been yielded."""
         return self.batch_info is not None or self.saved is not None or self.position != BEGINNING
 
     def state(self, dp_size: int, ready: OrderState) -> PositionState:
-        """Return the position as JSON values and tensors; ``ready`` is the state of the sampler between epochs."""
+        """Return the position as JSON values and tensors; between epochs, ``ready`` is the sampler's state."""
         batch_info, saved = self.batch_info, self.saved
         if saved is not None:
             return _state_of(saved)
@@ -142,7 +142,7 @@ class Progress:
         return _state_of(SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside))
 
     def load(self, state: Mapping[str, Any]) -> OrderState | None:
-        """Continue from ``state`` in the next pass; return the sampler's state if it lies between two epochs."""
+        """Resume from ``state`` in the next pass; return the sampler's state if ``state`` is between two epochs."""
         try:
             saved = SavedPosition(
                 int(state["epoch"]),

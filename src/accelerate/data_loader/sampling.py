@@ -1,7 +1,7 @@
-"""The order of the samples in an epoch, and how to repeat and resume it.
+"""The order of the samples in an epoch: repeat it and resume in it.
 
-The order is decided by the user's sampler. A prepared loader records the states that the sampler drew from when the
-epoch began (:class:`Order`), and can start at any sample (:func:`batches_from`). With both, another rank, or another
+The user's sampler decides the order. A prepared loader records the random states from which the sampler draws at the
+start of the epoch (:class:`Order`), and can start at any sample (:func:`batches_from`). So another rank, or another
 run, gets the same order.
 """
 
@@ -36,18 +36,18 @@ from .random_streams import SampleSeed
 @final
 @dataclass(frozen=True)
 class BatchCoverage:
-    """The valid rows and all rows of the batch of each data-parallel rank, in order; valid rows come first.
+    """The numbers of valid rows and of all rows in each data-parallel rank's batch; valid rows come first.
 
-    Every rank knows the coverage of all ranks, so that gathered rows can be cut without communication.
+    Every rank knows the coverage of all ranks, so padding is removed from gathered rows without communication.
     """
 
     valid: tuple[int, ...]
     size: tuple[int, ...]
-    num_absent: int = 0  # ranks, the last ones, that have no batch at all in this step
+    num_absent: int = 0  # how many of the last ranks have no batch in this step
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks have batches of different sizes, or none."""
+        """Whether ranks have batches of different sizes, or no batch."""
         return self.num_absent > 0 or min(self.size) != max(self.size)
 
     def of_present(self) -> BatchCoverage:
@@ -62,7 +62,7 @@ class BatchCoverage:
 
     @property
     def num_samples(self) -> int:
-        """Valid rows in the batches of all ranks together."""
+        """The number of valid rows in the batches of all ranks together."""
         return sum(self.valid)
 
 
@@ -74,11 +74,11 @@ def full_coverage(size: int, count: int) -> BatchCoverage:
 
 
 def rows_to_keep(rows: Sequence[int], coverage: BatchCoverage | None) -> list[slice] | None:
-    """Return the slices of valid rows among those gathered from all ranks, ``rows`` of each; None: all rows stay.
+    """Return the slices of valid rows in a gather of ``rows`` rows from each rank; None to keep all rows.
 
-    A sample may have several rows (all samples equally many), a rank may have been padded to the largest one, or may
-    give one row altogether: then that of a rank without a valid row is left out. Rows that can't belong to the samples
-    of the batch all stay.
+    A sample may have several rows (the same number for all samples), and ranks may be padded to the largest rank. If
+    each rank has one row, the rows of ranks without a valid row are left out. If the rows can't belong to the samples
+    of the batch, all are kept.
     """
     if coverage is None or len(rows) != len(coverage.size):
         return None
@@ -102,23 +102,23 @@ def rows_to_keep(rows: Sequence[int], coverage: BatchCoverage | None) -> list[sl
 
 
 # --------------------------------------------------------------------------------------------------
-# A shuffled order that is computed instead of stored, with random access
+# A shuffled order with random access that is computed instead of stored
 #
-# The position is mapped by a Feistel network, a pseudo-random permutation of a power of two; where the image lies
-# beyond the dataset it is mapped again, until it lies inside (cycle walking). Each sample comes exactly once, and only
-# the keys of the network's rounds are stored.
+# A Feistel network, a pseudo-random permutation of a power of two, maps each position. If the image is outside of the
+# dataset, it is mapped again until it is inside (cycle walking). Each sample comes exactly once, and only the keys of
+# the network's rounds are stored.
 
 NUM_ROUNDS: Final = 6  # even, so that the halves end with their original widths
-#: Fewer samples than this are shuffled by torch.randperm: a network of so few bits has too few orders.
+#: Fewer samples than this are shuffled by torch.randperm, because so small a network has too few orders.
 SMALLEST_NETWORK: Final = 1 << 16
 _CHUNK: Final = 4096
-# The multipliers of a 64-bit mixer (splitmix64), as the signed numbers that torch multiplies.
+# The multipliers of splitmix64, a 64-bit mixer, as torch's signed integers.
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 @final
 class Permutation:
-    """One order of the numbers below ``size``, determined by ``seed``."""
+    """A permutation of the numbers below ``size``, determined by ``seed``."""
 
     def __init__(self, size: int, seed: int) -> None:
         if not 0 <= size < 1 << 62:
@@ -134,7 +134,7 @@ class Permutation:
         self._keys = [int.from_bytes(keys[8 * n : 8 * n + 8], "little", signed=True) for n in range(NUM_ROUNDS)]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the numbers at ``positions`` ``[...]`` of the order."""
+        """Return the numbers at ``positions`` ``[...]`` of the permutation."""
         if self._shuffled is not None:
             return self._shuffled[positions]
         image = self._through(positions)
@@ -146,14 +146,14 @@ class Permutation:
         left_width, right_width = self._widths
         left, right = numbers >> right_width, numbers & ((1 << right_width) - 1)
         for key in self._keys:
-            # The halves change places, and with them their widths.
+            # Swap the halves and their widths.
             left, right = right, left ^ (_mixed(right + key) & ((1 << left_width) - 1))
             left_width, right_width = right_width, left_width
         return left << right_width | right
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Mix the bits, so that every bit of the result depends on every bit of the number."""
+    """Mix the bits, so that every bit of the result depends on every bit of the input."""
     # Shifts of signed numbers fill the high bits with the sign: the masks clear them.
     numbers = (numbers ^ (numbers >> 30 & ((1 << 34) - 1))) * _MULTIPLIERS[0]
     numbers = (numbers ^ (numbers >> 27 & ((1 << 37) - 1))) * _MULTIPLIERS[1]
@@ -162,14 +162,13 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 @final
 class IndexFreeSampler(Sampler[int]):
-    """A sampler of each sample of ``data_source`` once, in an order determined by the seed and the epoch, without a
-    list of it.
+    """A random sampler that computes its order from the seed and the epoch, without storing it.
 
-    Takes the same few kilobytes for any number of samples, and begins at any place of the epoch at once.
-    ``data_seed`` is the seed; without one it is the seed that torch was given.
+    It draws each sample of ``data_source`` once. It needs a few kilobytes for any number of samples, and starts at any
+    position of the epoch at once. ``data_seed`` is the seed (default: torch's initial seed).
     """
 
-    #: Whether the ranks have taken over rank 0's seed: from then on they need no message to begin an epoch.
+    #: Whether the ranks have copied rank 0's seed; after that they need no communication to begin an epoch.
     seed_is_agreed = False
 
     def __init__(self, data_source: Sized, data_seed: int | None = None) -> None:
@@ -193,7 +192,7 @@ class IndexFreeSampler(Sampler[int]):
         return Permutation(len(self.data_source), self.initial_seed * 1_000_003 + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
@@ -201,7 +200,7 @@ class IndexFreeSampler(Sampler[int]):
 # The order of an epoch
 
 FINGERPRINT_LENGTH = 8
-NUM_AHEAD = 4096  # samples of a known order that are turned into Python numbers at a time
+NUM_AHEAD = 4096  # samples of a known order that are converted to Python numbers at a time
 
 # Samplers whose code is known: they draw from their own generator or from torch's on the host.
 _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -209,12 +208,12 @@ _DRAW_NOTHING = (SequentialSampler, BatchSampler, DistributedSampler)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of a seed and the epoch, and of nothing else.
+    """A random sampler whose order depends only on a seed and the epoch.
 
-    ``data_seed`` is the seed; without one it is the seed that torch was given.
+    ``data_seed`` is the seed (default: torch's initial seed).
     """
 
-    #: Whether the ranks have taken over rank 0's seed: from then on they need no message to begin an epoch.
+    #: Whether the ranks have copied rank 0's seed; after that they need no communication to begin an epoch.
     seed_is_agreed = False
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -231,7 +230,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
@@ -249,7 +248,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> object:
-        """The sampler inside the batch sampler, where it has one."""
+        """The sampler inside the batch sampler, if there is one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -258,7 +257,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches with the skipped ones."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -269,7 +268,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def unskipped(sampler: Iterable[object]) -> tuple[Iterable[object], int]:
-    """Return the sampler behind a :class:`SkipBatchSampler`, and how many batches that leaves out."""
+    """Return the sampler inside :class:`SkipBatchSampler`, and the number of batches it skips."""
     num_skipped = 0
     while isinstance(sampler, SkipBatchSampler):
         num_skipped += sampler.skip_batches
@@ -283,7 +282,7 @@ def unskipped(sampler: Iterable[object]) -> tuple[Iterable[object], int]:
 @final
 @dataclass(frozen=True)
 class ResumePosition:
-    """A position in the epoch: how much of it has been assigned to all ranks together.
+    """A position in the epoch: how much has been assigned to all ranks together.
 
     ``steps`` counts the batches of one rank (and so the global batches), ``batches`` the batches of the user's batch
     sampler, ``samples`` valid samples.
@@ -291,7 +290,7 @@ class ResumePosition:
 
     steps: int = 0
     batches: int = 0
-    samples: int = 0  # UNKNOWN where batches of any size were skipped by hand
+    samples: int = 0  # UNKNOWN if the user skipped batches of unknown size
 
 
 UNKNOWN: Final = -1
@@ -300,7 +299,7 @@ BEGINNING = ResumePosition()
 
 @final
 class BatchInfo(NamedTuple):
-    """The indices of a batch, its valid rows, and the position after it."""
+    """The indices of a batch, its coverage, and the position after it."""
 
     indices: Any
     coverage: BatchCoverage | None
@@ -313,7 +312,7 @@ class BatchInfo(NamedTuple):
 
 
 def num_samples_of(batch: object) -> int:
-    """Return how many samples a batch of indices asks for; an index that isn't a batch is one sample."""
+    """Return the number of samples in a batch of indices; a single index is one sample."""
     try:
         return len(batch)  # pyright: ignore[reportArgumentType]
     except TypeError:
@@ -321,7 +320,7 @@ def num_samples_of(batch: object) -> int:
 
 
 def order_fingerprint(batch: Any) -> list[int]:
-    """Return the order fingerprint of a batch: short hashes of its last sample ids, equal for equal ids."""
+    """Return the order fingerprint of a batch: short hashes of its last sample ids."""
     if batch is None:
         return []
     try:
@@ -332,7 +331,7 @@ def order_fingerprint(batch: Any) -> list[int]:
 
 
 def same_order(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Return whether two order fingerprints end equally, as far as both reach."""
+    """Return whether two order fingerprints have equal ends, up to the shorter length."""
     shared = min(len(mine), len(theirs))
     return shared == 0 or list(mine[-shared:]) == list(theirs[-shared:])
 
@@ -340,30 +339,30 @@ def same_order(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 @final
 @dataclass
 class RemainingBatches:
-    """The batches of a batch sampler from some position on."""
+    """The batches of a batch sampler from a position on."""
 
     batches: Iterator[Any]
     read_first: Callable[[], list[Any]]
     position: ResumePosition
     fingerprint: list[int] = field(default_factory=list)  # of the batch right before the position
-    order: KnownOrder | None = None  # that the batches are cut from, where any part of it can be had at once
+    order: KnownOrder | None = None  # the order of the batches' samples, if it has random access
 
     @cached_property
     def first_batches(self) -> list[Any]:
-        """The first batches of the epoch, whatever the position is."""
+        """The first batches of the epoch, for any position."""
         return self.read_first()
 
 
 class PositionedBatchSampler(BatchSampler, ABC):
-    """A batch sampler that finds a position of the epoch itself, in the plan from the epoch's beginning."""
+    """A batch sampler that resumes at a position itself, with the epoch's plan of batches."""
 
     @abstractmethod
     def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
-        """Return the batches from ``position`` on, whose number of samples may be unknown."""
+        """Return the batches from ``position`` on; its number of samples may be unknown."""
 
     @abstractmethod
     def plan_state(self) -> list[int]:
-        """Return what decides the batches of the next epoch, beside its order."""
+        """Return the values that, with the order, determine the batches of the next epoch."""
 
     @abstractmethod
     def continue_plan(self, state: Sequence[int]) -> None:
@@ -372,13 +371,13 @@ class PositionedBatchSampler(BatchSampler, ABC):
     @property
     @abstractmethod
     def mean_batch_size(self) -> int:
-        """About how many samples a batch has."""
+        """The approximate number of samples per batch."""
 
 
 def batches_from(batch_sampler: Iterable[object], position: ResumePosition, num_first: int = 0) -> RemainingBatches:
-    """Return the batches of ``batch_sampler`` from ``position`` on, without touching the data of what is skipped.
+    """Return the batches of ``batch_sampler`` from ``position`` on, without reading skipped samples.
 
-    Torch's own batch sampler is resumed at the sample, others at the batch, or where they find the position themselves.
+    Torch's own batch sampler resumes at the sample, a PositionedBatchSampler by itself, and others at the batch.
     """
     if isinstance(batch_sampler, PositionedBatchSampler):
         return batch_sampler.remaining(position, num_first)
@@ -418,26 +417,26 @@ def _batches_from_sample(batch_sampler: BatchSampler, position: ResumePosition, 
 @final
 @dataclass(frozen=True)
 class KnownOrder:
-    """An order of which any part can be had at once."""
+    """An order with random access."""
 
     length: int
     at: Callable[[torch.Tensor], torch.Tensor]  # the indices at positions [...] of the order
-    finish: Callable[[], object]  # what the sampler does when it has given its last sample
+    finish: Callable[[], object]  # what the sampler does after its last sample
 
     def part(self, start: int, stop: int) -> list[Any]:
-        """Return the indices at positions ``start`` to ``stop``, fewer at the end of the order."""
+        """Return the indices at positions ``start`` to ``stop``; fewer at the end of the order."""
         return self.at(torch.arange(start, max(min(stop, self.length), start), device="cpu")).tolist()
 
     def in_batches(self, start: int, stop: int, size: int) -> list[list[Any]]:
-        """Return the same, cut into batches of ``size``."""
+        """Return the same indices in batches of ``size``."""
         indices = self.part(start, stop)
         return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
 def known_order(sampler: object) -> KnownOrder | None:
-    """Return the order that ``sampler`` begins now, if its code is known and any part of it can be drawn alone.
+    """Return the order that ``sampler`` begins now, if it is a known sampler with random access; else None.
 
-    This draws what the sampler would draw.
+    This makes the same random draws as the sampler would.
     """
     if type(sampler) is SequentialSampler:
         return KnownOrder(len(sampler), lambda positions: positions, lambda: None)
@@ -460,11 +459,11 @@ def known_order(sampler: object) -> KnownOrder | None:
     next_epoch = 0 if seedable is None else seedable.epoch + 1
 
     def finish() -> None:
-        torch.randperm(size, generator=generator)  # torch's sampler draws one more order at its end
+        torch.randperm(size, generator=generator)  # torch's sampler draws another order at its end
         if seedable is not None:
             seedable.set_epoch(next_epoch)
 
-    # Only the part that is needed becomes Python numbers: of a long order, all of them would cost more than it.
+    # Only the needed part is converted to Python numbers: converting all would cost more than drawing a long order.
     return KnownOrder(size, lambda positions: indices[positions], finish)
 
 
@@ -497,11 +496,11 @@ def _batches_of_known_order(
     )
 
 
-# -- the state from which an epoch's order is drawn --------------------------------------------------------
+# -- the state that determines an epoch's order ------------------------------------------------------------
 
 
 def samplers_of(root: object) -> list[object]:
-    """Return ``root`` and the samplers inside it, from the outermost on."""
+    """Return ``root`` and the samplers inside it, outermost first."""
     found: list[Any] = []
     waiting = [root]
     while waiting:
@@ -514,25 +513,25 @@ def samplers_of(root: object) -> list[object]:
 
 
 class OrderState(TypedDict, total=False):
-    """The states from which the order of an epoch is drawn, as a checkpoint keeps them."""
+    """The states that determine the order of an epoch, as saved in a checkpoint."""
 
     streams: Mapping[str, Any]  # of the host, by name
     seed: int
     epoch: int
     generator: torch.Tensor
-    sampler: Any  # the user's own, where that keeps a state
+    sampler: Any  # of the user's own sampler, if it has a state
     sample_seed: int
-    plan: list[int]  # of batches that depend on more than the order of the samples
-    dataset: Any  # a stream's own, where that keeps a state
-    rank: list[int] | None  # of the only rank, and the number of ranks, that can use the stream's state
+    plan: list[int]  # of a PositionedBatchSampler
+    dataset: Any  # of an iterable dataset, if it has a state
+    rank: list[int] | None  # the rank and number of ranks that can use the dataset's state; None: any
 
 
 @final
 class Order:
-    """The state that the order of an epoch depends on, for one loader.
+    """The state that determines the order of an epoch, for one loader.
 
-    ``capture`` records it just before the sampler begins; ``starting_from`` enters a context in which a sampler begins
-    as it did then.
+    ``capture`` records it just before the sampler begins; ``starting_from`` enters a context in which the sampler
+    begins in the same way.
     """
 
     def __init__(
@@ -564,7 +563,7 @@ class Order:
 
     @property
     def is_random(self) -> bool:
-        """Whether ranks could draw different orders, or read the same sample differently."""
+        """Whether ranks may draw different orders, or read the same sample differently."""
         return bool(self.streams) or any(part is not None for part in (self.generator, self.seedable, self.sample_seed))
 
     @property
@@ -575,12 +574,12 @@ class Order:
         return self.is_random and (others or not is_known)
 
     def note_agreement(self) -> None:
-        """Note that the ranks have compared their random state."""
+        """Record that the ranks have compared their random state."""
         if self.seedable is not None:
             self.seedable.seed_is_agreed = True
 
     def capture(self) -> OrderState:
-        """Return the current states that the order is drawn from."""
+        """Return the current states that determine the order."""
         state: OrderState = {}
         if self.streams:
             state["streams"] = capture_host_streams(self.streams)
@@ -597,7 +596,7 @@ class Order:
         return state
 
     def adopt(self, state: OrderState) -> None:
-        """Set the sampler's own generator, seed and state to those of ``state``."""
+        """Set the sampler's generator, seed and own state from ``state``."""
         seed, epoch, generator = state.get("seed"), state.get("epoch"), state.get("generator")
         if self.seedable is not None and seed is not None and epoch is not None:
             self.seedable.initial_seed = seed
@@ -612,17 +611,16 @@ class Order:
             self.planned.continue_plan(state["plan"])
 
     def starting_from(self, state: OrderState) -> AbstractContextManager[None]:
-        """Enter a context in which an iteration over the sampler begins as in the epoch of ``state``."""
+        """Enter a context in which the sampler begins as in the epoch of ``state``."""
         self.adopt(state)
         return host_streams(state.get("streams", {}))
 
     def starting_as_on_main(self, main: OrderState, mine: OrderState) -> AbstractContextManager[None]:
-        """Enter a context in which an iteration begins as on rank 0.
+        """Enter a context in which the sampler begins as on rank 0.
 
-        ``main`` is rank 0's state, ``mine`` this rank's.
-        The order is drawn from the same streams on every rank: a stream whose state equals rank 0's is used as it is.
-        One that differs is replaced by rank 0's inside of the context, after torch's samplers' draws were made from
-        this rank's own stream.
+        ``main`` is rank 0's state, ``mine`` this rank's. Every rank draws the order from the same streams: a stream
+        with rank 0's state is used directly. One that differs is replaced by rank 0's within the context, after the
+        draws of torch's samplers have been made from this rank's own stream.
         """
         self.adopt(main)
         own = mine.get("streams", {})
@@ -638,9 +636,9 @@ class Order:
 
 
 def _consume(sampler: Iterable[object]) -> None:
-    """Draw from torch's stream what an iteration over a sampler of torch's draws when it begins."""
+    """Make the draws from torch's stream that one of torch's samplers makes when it begins."""
     if type(sampler) is RandomSampler:
-        torch.empty((), dtype=torch.int64).random_()  # the seed of a generator of its own
+        torch.empty((), dtype=torch.int64).random_()  # the seed of its own generator
     else:
         next(iter(sampler), None)
 

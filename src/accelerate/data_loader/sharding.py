@@ -1,7 +1,7 @@
 """Assign the batches of one order to data-parallel ranks, and pad the last global batch.
 
-In each *step* all data-parallel ranks get one batch, together the *global batch*: one batch of the user's batch sampler
-each, or, with ``split_batches``, one such batch cut into equal parts.
+In each *step* every data-parallel rank gets one batch; together these are the *global batch*. Each rank gets one batch
+of the user's batch sampler or, with ``split_batches``, an equal part of one such batch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .sampling import (
 
 _END: Final = object()
 
-#: From the samples drawn before by each rank, and the size of the batch, to the coverage of the batch.
+#: Maps the number of samples each rank has drawn before, and the size of the batch, to the batch's coverage.
 CoverageFunction = Callable[[int, int], BatchCoverage | None]
 
 
 def mark_last(batch_infos: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
-    """Yield ``batch_infos`` with the last one marked, which takes reading one ahead."""
+    """Yield ``batch_infos`` with the last one marked, by reading one ahead."""
     held: BatchInfo | None = None
     for batch_info in batch_infos:
         if held is not None:
@@ -53,10 +53,10 @@ def mark_last(batch_infos: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
 def draw_unsharded(
     remaining: RemainingBatches, count: int = 1, coverage_of: CoverageFunction | None = None
 ) -> Iterator[BatchInfo]:
-    """Yield the info of every batch as it is, the last one marked, for a loader that isn't sharded here.
+    """Yield the info of every batch, the last one marked, for a loader that isn't sharded here.
 
-    ``count`` ranks read one such batch each. ``coverage_of`` gives the valid rows, from the samples that each rank drew
-    before and the size of the batch.
+    ``count`` ranks read one such batch each. ``coverage_of`` returns the coverage, given the samples that each rank has
+    drawn before and the size of the batch.
     """
     steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
     upcoming = iter(remaining.batches)
@@ -67,7 +67,7 @@ def draw_unsharded(
         if coverage_of is not None:
             size = num_samples_of(batch)
             coverage = coverage_of(samples // count, size)
-        elif size != (size := num_samples_of(batch)):  # batches are nearly always of one size
+        elif size != (size := num_samples_of(batch)):  # batches nearly always have the same size
             coverage = full_coverage(size, count)
         steps += 1
         batches += 1
@@ -77,15 +77,15 @@ def draw_unsharded(
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of ``batch_sampler`` that belong to one of ``num_processes`` processes.
+    """One process's batches of ``batch_sampler``, which is sharded over ``num_processes`` processes.
 
     Without ``split_batches`` process r takes the batches r, r + N, r + 2N, ...; with it, the r-th part of every
     batch. With ``even_batches`` an incomplete last global batch is padded with samples from the beginning of the
-    epoch, so that all processes have equally many batches of equal size; without it, some processes have fewer or
-    smaller ones. With a batch sampler that drops its last batch, an incomplete global batch is dropped.
+    epoch, so all processes have the same number of batches of equal size; without it, some have fewer or smaller ones.
+    If the batch sampler drops its last batch, an incomplete global batch is dropped.
 
     Raises:
-        PreparationError: ``split_batches`` with batches that can't be cut into ``num_processes`` equal parts.
+        PreparationError: ``split_batches`` with batches that can't be split into ``num_processes`` equal parts.
     """
 
     def __init__(  # pyright: ignore[reportMissingSuperCall]
@@ -113,12 +113,12 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches of the batch sampler itself."""
+        """The number of batches of the unsharded batch sampler."""
         return len(self.batch_sampler)
 
     @property
     def sampler(self) -> object:
-        """The sampler inside the batch sampler, where it has one."""
+        """The sampler inside the batch sampler, if there is one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -127,7 +127,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of the batch sampler that all processes take in one step."""
+        """The number of the batch sampler's batches that all processes use in one step."""
         return 1 if self.split_batches else self.num_processes
 
     def __len__(self) -> int:
@@ -142,12 +142,10 @@ class BatchSamplerShard(BatchSampler):
         return steps + (1 if self.even_batches or self.process_index < length % self.num_processes else 0)
 
     def _has_part_of_last(self, length: int) -> bool:
-        """Return whether the last one of ``length`` batches is large enough to be cut for this process, as far as is
-        known.
-        """
+        """Return whether the last of ``length`` batches has a part for this process, as far as known."""
         try:
             num_samples = len(cast("Any", self.sampler))
-        except TypeError:  # no sampler of single samples, or one without a length
+        except TypeError:  # there is no sampler of single samples, or it has no length
             return True
         rest = num_samples % self.batch_size
         is_plain = length == -(-num_samples // self.batch_size)
@@ -158,17 +156,17 @@ class BatchSamplerShard(BatchSampler):
             yield batch_info.indices
 
     def draw(self, position: ResumePosition) -> Iterator[BatchInfo]:
-        """Yield the info of this process's batches from ``position`` on, the last one marked."""
+        """Yield the infos of this process's batches from ``position`` on, the last one marked."""
         return mark_last(self._assign(batches_from(self.batch_sampler, position, self.batches_per_step)))
 
     def assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
-        """Yield the same from the remaining batches of a batch sampler."""
+        """Yield the infos of this process's batches from the remaining batches of a batch sampler."""
         return mark_last(self._assign(remaining))
 
     # -- one step --------------------------------------------------------------------------------------
 
     def _assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
-        if remaining.order is not None:  # torch's own batch sampler, whose settings a program may have changed since
+        if remaining.order is not None:  # torch's own batch sampler, whose settings the program may have changed
             inner = self.batch_sampler
             if self.batch_size == inner.batch_size and self.drop_last == bool(inner.drop_last):
                 return self._assign_positions(remaining.order, remaining.position)
@@ -183,8 +181,7 @@ class BatchSamplerShard(BatchSampler):
             following = list(islice(remaining.batches, size))
             steps += 1
             batches += len(step_batches)
-            # Made of the first batches, which are planned for it, where a batch has to be filled up: the last, and any
-            # short one that is cut into shares.
+            # To pad the last batch, or any short batch that is split, with the epoch's first batches.
             first_batches = [] if following and not self.split_batches else remaining.first_batches
             taken = take(step_batches, first_batches, not following)
             if taken is not None:
@@ -194,15 +191,16 @@ class BatchSamplerShard(BatchSampler):
             step_batches = following
 
     def _assign_positions(self, order: KnownOrder, position: ResumePosition) -> Iterator[BatchInfo]:
-        """Yield the same from an order of which any part can be had at once: only this process's indices are looked
-        up, so that a step costs the same for any number of processes.
+        """Yield the same infos from an order with random access.
+
+        It looks up only this process's indices, so a step costs the same for any number of processes.
         """
         steps, batches, samples = position.steps, position.batches, position.samples
         per_step = self.batch_size * self.batches_per_step
         per_rank = per_step // self.num_processes
         coverage = full_coverage(per_rank, self.num_processes)
         places = torch.arange(self.process_index * per_rank, (self.process_index + 1) * per_rank, device="cpu")
-        # The last indices of the global batch make its fingerprint.
+        # The fingerprint of the global batch needs its last indices.
         num_last = min(self.batch_size, FINGERPRINT_LENGTH)
         offsets = torch.cat([places, torch.arange(per_step - num_last, per_step, device="cpu")])
         num_steps = max(order.length - samples, 0) // per_step
@@ -283,10 +281,9 @@ def _full_step_coverage(sizes: list[int]) -> BatchCoverage:
 def _padded(
     step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], count: int, size: int | None
 ) -> list[Sequence[object]]:
-    """Return ``count`` batches: the given ones, filled up to ``size`` and followed by further ones, from the epoch's
-    beginning.
+    """Pad the given batches to ``count`` batches of ``size`` samples, with samples from the epoch's beginning.
 
-    Batches of no common size are followed by copies of the first ones.
+    Without a common size, add copies of the epoch's first batches.
     """
     if size is None:
         return step_batches + [
@@ -304,13 +301,13 @@ def _padded(
     return padded
 
 
-# -- streams -----------------------------------------------------------------------------------------------
+# -- iterable datasets -------------------------------------------------------------------------------------
 
 
 @final
 @dataclass
 class LastItem:
-    """The last item of a padded global batch, and the coverage of that batch."""
+    """The last item of a padded global batch, with the coverage of that batch."""
 
     item: Any
     coverage: BatchCoverage
@@ -319,13 +316,13 @@ class LastItem:
 @final
 @dataclass
 class LastBatch:
-    """A collated batch of a padded global batch, and the coverage of that one."""
+    """A collated batch of a padded global batch, with the coverage of the global batch."""
 
     batch: Any
     coverage: BatchCoverage
 
     def pin_memory(self) -> LastBatch:
-        """Return the same batch in page-locked memory."""
+        """Return the same batch in pinned memory."""
         pinned = recursively_apply(lambda tensor: cast("torch.Tensor", tensor).pin_memory(), self.batch)
         return LastBatch(pinned, self.coverage)
 
@@ -333,7 +330,7 @@ class LastBatch:
 @final
 @dataclass
 class CollateWithCoverage:
-    """A collate function for items of which the last of a padded global batch carries the batch's coverage."""
+    """A collate function that passes on the coverage of a padded global batch, which its last item has."""
 
     collate: Callable[[Any], Any]
 
@@ -348,14 +345,14 @@ class CollateWithCoverage:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of a stream that belong to one of ``num_processes`` processes.
+    """One process's samples of an iterable dataset, which is sharded over ``num_processes`` processes.
 
-    Every process reads the whole stream, in global batches of ``batch_size`` samples per process (or of ``batch_size``
-    altogether with ``split_batches``), and keeps its part. An incomplete last global batch is padded with samples of
-    the first one, or left out with ``drop_last``.
+    Every process reads the whole dataset, in global batches of ``batch_size`` samples per process (of ``batch_size`` in
+    total with ``split_batches``), and keeps its shard. An incomplete last global batch is padded with samples of the
+    first one, or dropped with ``drop_last``.
 
     Raises:
-        PreparationError: ``split_batches`` with a batch size that can't be cut into ``num_processes`` equal parts.
+        PreparationError: ``split_batches`` with a batch size that can't be split into ``num_processes`` equal parts.
     """
 
     def __init__(
@@ -379,12 +376,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch: int = 0
-        self.num_skipped = 0  # samples of the stream that a pass throws away before its first batch
-        self.first_global_batch: Callable[[], list[Any]] | None = None  # reads it again, for a pass that began later
-        self.has_ended = False  # the pass has come to the end of the stream
+        self.num_skipped = 0  # samples that a pass discards before its first batch
+        self.first_global_batch: Callable[[], list[Any]] | None = None  # reads it again, for a pass that begins later
+        self.has_ended = False  # the pass has reached the end of the dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``, and tell the stream."""
+        """Set the epoch of the next pass, also on the dataset."""
         self.epoch = epoch
         forward = getattr(self.dataset, "set_epoch", None)
         if forward is not None:
@@ -392,7 +389,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all processes take in one step."""
+        """The number of samples that all processes use in one step."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def __len__(self) -> int:
@@ -403,7 +400,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def num_steps(self) -> int:
-        """Batches per process, if the stream knows its length."""
+        """The number of batches per process, if the dataset has a length."""
         steps, rest = divmod(len(self.dataset), self.global_batch_size)
         return steps + (1 if rest and not self.drop_last else 0)
 
@@ -413,14 +410,14 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield item.item if type(item) is LastItem else item
 
     def seed_generator(self) -> None:
-        """Seed a generator of the stream from the epoch, unless the stream has an epoch of its own."""
+        """Seed the dataset's generator from the epoch, unless the dataset has ``set_epoch``."""
         if getattr(self.dataset, "set_epoch", None) is None:
             generator = getattr(self.dataset, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(self.epoch)
 
     def draw(self) -> Iterator[object]:
-        """Yield the samples of this process; the last one of a padded global batch comes as a :class:`LastItem`."""
+        """Yield this process's samples; the last one of a padded global batch is a :class:`LastItem`."""
         total = self.global_batch_size
         size = total // self.num_processes
         start = self.process_index * size
@@ -449,7 +446,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 @final
 class ShardedStream(IterableDataset[Any]):
-    """The dataset behind the loader of a sharded stream: this rank's samples, with coverage if padded."""
+    """The dataset read by the loader of a sharded iterable dataset: this rank's samples, with coverage if padded."""
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
@@ -460,7 +457,7 @@ class ShardedStream(IterableDataset[Any]):
 
 @final
 class StatefulShardedStream(IterableDataset[Any]):
-    """The same over a stream with a state of its own, which torchdata's loader takes from here, also in its workers."""
+    """A ShardedStream over a stateful dataset; torchdata's loader reads its state here, also in workers."""
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
@@ -473,12 +470,12 @@ class StatefulShardedStream(IterableDataset[Any]):
         return iter(()) if loaded is not None and self.shard.has_ended else self.shard.draw()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the stream's state now, and as the epoch began: what pads the last global batch is read from there."""
+        """Return the dataset's current state, and that at the epoch's start, from which padding samples are read."""
         stream = self.shard.dataset.state_dict()
         return {"start": self._start, "stream": stream, "has_ended": self.shard.has_ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the next pass where ``state`` was taken."""
+        """Resume from ``state`` in the next pass."""
         shard, stream = self.shard, self.shard.dataset
         if not shard.drop_last and not state["has_ended"]:
             with host_streams(capture_host_streams()):
@@ -491,7 +488,7 @@ class StatefulShardedStream(IterableDataset[Any]):
 
 @final
 class StreamFrom(IterableDataset[Any]):
-    """A view of ``dataset`` without its first ``num_samples`` samples, which are read and thrown away."""
+    """A view of ``dataset`` without its first ``num_samples`` samples, which it reads and discards."""
 
     def __init__(self, dataset: Iterable[object], num_samples: int) -> None:
         self.dataset = dataset
@@ -502,7 +499,7 @@ class StreamFrom(IterableDataset[Any]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Random generators inside of a dataset, which a checkpoint can't save
+# Random generators inside a dataset, which a checkpoint can't save
 
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEEPEST: Final = 4  # a transform in a list of transforms in a dataset in a subset
@@ -527,7 +524,7 @@ def _search(value: object, path: str, depth: int, seen: set[int]) -> Iterator[st
 
 
 def _keeps_state(value: object) -> bool:
-    """Return whether the object has a state dict of its own, generators included."""
+    """Return whether the object has its own state dict, which includes generators."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 

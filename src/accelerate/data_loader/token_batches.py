@@ -1,7 +1,7 @@
-"""Give batches of equal tokens from the order of a sampler, and find any position among them again.
+"""A batch sampler with equal numbers of tokens per batch, which can resume at any position.
 
-The batches of an epoch follow from the order, the lengths and the plan alone, whoever reads them: every rank computes
-the same ones. What is kept of a position is the plan that the epoch began with.
+The batches of an epoch depend only on the order, the lengths and the plan, so every rank computes the same ones. A
+saved position has the plan with which the epoch began.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from .token_plan import TokenPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: From a sample to its length, or the lengths of all samples, or the name of the dataset's column of them.
+#: A function from a sample to its length, the lengths of all samples, or the name of the dataset's column with them.
 LengthOf = Callable[[Any], int] | Sized | str
 
-#: So many windows are planned to estimate how many batches an epoch has; of an order without shuffling up to so many.
+#: How many windows are planned to estimate the number of batches; without shuffling, up to how many are counted.
 _NUM_ESTIMATED: Final = 2
 _NUM_COUNTED: Final = 64
 
 
 @final
 class TokenBatchSampler(PositionedBatchSampler):
-    """Batches of the samples of ``sampler`` that hold about as many tokens each, and at most ``token_budget``.
+    """A sampler of batches with about the same number of tokens, at most ``token_budget``.
 
-    Each sample comes once, in another order than the sampler's: inside of a window of some thousand samples, those that
-    fill a batch come together. ``len`` is that of one such epoch; another one may have a percent more or fewer batches.
+    Each sample of ``sampler`` comes once, in another order: within windows of some thousand samples, samples that fill
+    a batch are combined. ``len`` is an estimate; an epoch may have a percent more or fewer batches.
 
     Args:
         sampler: the order of the samples' indices.
-        lengths: the number of tokens of each sample, by its index. An empty sample counts as one token.
-        token_budget: how many tokens a batch has at most.
-        packed: a batch's samples are laid end to end, so that their lengths add up; otherwise they are padded, and a
-            batch has as many tokens as the longest sample times their number.
+        lengths: the number of tokens of each sample, by index. An empty sample counts as one token.
+        token_budget: the maximum number of tokens in a batch.
+        packed: the samples of a batch are concatenated, so their lengths add up; otherwise they are padded, and the
+            tokens of a batch are the longest length times the number of samples.
 
     Raises:
         PreparationError: a sample is longer than the budget, or the lengths aren't whole numbers.
@@ -72,11 +72,11 @@ class TokenBatchSampler(PositionedBatchSampler):
         self.plan: TokenPlan = TokenPlan(token_budget, packed, 1)
         self.batch_size: Any = None
         self.drop_last: bool = False
-        self._saved_plan: TokenPlan | None = None  # of the epoch that is continued
+        self._saved_plan: TokenPlan | None = None  # of the resumed epoch
 
     @property
     def mean_batch_size(self) -> int:
-        """Samples of mean length that fill a batch."""
+        """The number of samples of mean length that fill a batch."""
         return max(round(self.plan.token_budget / self._mean_length), 1)
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class TokenBatchSampler(PositionedBatchSampler):
     # -- positions -------------------------------------------------------------------------------------
 
     def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
-        """Return the batches from ``position`` on; only plan the window at that position."""
+        """Return the batches from ``position`` on; planning starts at the window of that position."""
         order, plan = self._order(), self._saved_plan or self.plan
         if self._saved_plan is not None and replace(plan, num_ranks=self.plan.num_ranks) != self.plan:
             warnings.warn(
@@ -103,7 +103,7 @@ class TokenBatchSampler(PositionedBatchSampler):
                 f"this epoch began with token_budget={plan.token_budget}, and a sample has {longest} tokens now: the "
                 "data are others than those of the checkpoint. Begin a new epoch, or give the data of then."
             )
-        # The window of the sample before the position, whose batch makes the fingerprint.
+        # The window of the sample before the position, because the fingerprint is that of its batch.
         window = max(position.samples - 1, 0) // self._window_size(order, plan)
         num_samples, num_batches, last = window * self._window_size(order, plan), 0, None
         batches = self._batches(order, plan, window)
@@ -128,24 +128,24 @@ class TokenBatchSampler(PositionedBatchSampler):
         )
 
     def for_ranks(self, num_ranks: int) -> TokenBatchSampler:
-        """Return the sampler of the same order, whose batches are planned for ``num_ranks`` at a time."""
+        """Return a sampler with the same order that plans its batches for ``num_ranks`` ranks."""
         sampler = copy(self)  # the user's own object keeps its plan
         sampler.plan = replace(self.plan, num_ranks=num_ranks)
         return sampler
 
     def plan_state(self) -> list[int]:
-        """Return the plan that the epoch begins with, for a checkpoint."""
+        """Return the plan with which the epoch begins, for a checkpoint."""
         return [self.plan.token_budget, int(self.plan.packed), self.plan.num_ranks]
 
     def continue_plan(self, state: Sequence[int]) -> None:
-        """Give the batches of the epoch that began with the plan ``state``, and those of one's own from the next."""
+        """Use the saved plan ``state`` for the resumed epoch, and this sampler's own plan from the next epoch on."""
         token_budget, packed, num_ranks = state
         self._saved_plan = TokenPlan(token_budget, bool(packed), num_ranks)
 
     # -- batches ---------------------------------------------------------------------------------------
 
     def _order(self) -> KnownOrder:
-        """Return the order that the sampler begins now; one of an unknown sampler is drawn as a whole."""
+        """Return the order that the sampler begins now; draw all of it if the sampler is unknown."""
         order = known_order(self.sampler)
         if order is not None:
             return order
@@ -163,13 +163,13 @@ class TokenBatchSampler(PositionedBatchSampler):
         size = self._window_size(order, plan)
         for number, start in enumerate(range(window * size, order.length, size), window):
             indices = order.at(torch.arange(start, min(start + size, order.length), device="cpu")).numpy()
-            # Counted from what is known on every rank, and another one in every epoch that is shuffled.
+            # The seed is the same on every rank, and differs in every shuffled epoch.
             seed = derived_seed(int(indices[0]), int(indices[-1]), number)
             for positions in plan.batches(self.lengths[indices], seed):
                 yield cast("list[int]", indices[positions].tolist())
 
     def _num_batches(self, num_samples: int) -> int:
-        """Return about how many batches ``num_samples`` make, from windows of the order, or of another shuffled one."""
+        """Estimate the number of batches of ``num_samples`` samples, from windows of the order or of a shuffled one."""
         key = (num_samples, self.plan)
         if self._estimate is None or self._estimate[0] != key:
             self._estimate = (key, self._estimated(num_samples))
@@ -199,10 +199,10 @@ def with_token_budget(
     length_of: LengthOf | None,
     packed: bool,
 ) -> TokenBatchSampler:
-    """Return a sampler of batches of equal tokens in the order of the loader, or in that of ``sampler``.
+    """Return a token batch sampler with the order of the loader, or of the batch sampler ``sampler``.
 
     Raises:
-        PreparationError: the loader makes batches of its own, or the lengths don't fit the dataset or the budget.
+        PreparationError: the loader has its own batches, or the lengths don't fit the dataset or the budget.
     """
     dataset, batch_sampler = (
         dataloader.dataset,
@@ -235,7 +235,7 @@ def lengths_of(dataset: object, length_of: LengthOf) -> Sized:
     """Return the number of tokens of every sample of ``dataset``.
 
     Raises:
-        PreparationError: there are as many lengths as samples, or no such column.
+        PreparationError: the number of lengths differs from that of samples, or there is no such column.
     """
     num_samples = len(cast("Sized", dataset))
     if isinstance(length_of, str):
@@ -247,7 +247,7 @@ def lengths_of(dataset: object, length_of: LengthOf) -> Sized:
                 f"({type(error).__name__}: {error}). Give the lengths themselves, or a function of a sample."
             ) from error
     elif callable(length_of):
-        with host_streams(capture_host_streams()):  # reading a sample to measure it draws nothing of the run's
+        with host_streams(capture_host_streams()):  # measuring samples leaves the random streams unchanged
             found = [length_of(cast("Any", dataset)[index]) for index in range(num_samples)]
     else:
         found = length_of
@@ -260,7 +260,7 @@ def lengths_of(dataset: object, length_of: LengthOf) -> Sized:
 
 
 def _checked(lengths: Sized, token_budget: int) -> NDArray[np.int64]:
-    """Return the lengths as an array, none of them less than one or above the budget."""
+    """Return the lengths as an array, at least 1 each; raise PreparationError for any outside 0 to the budget."""
     found = np.asarray(lengths.numpy(force=True) if isinstance(lengths, torch.Tensor) else lengths)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise PreparationError(

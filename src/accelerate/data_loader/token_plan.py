@@ -1,7 +1,7 @@
 """Plan batches of equal tokens: assign the samples of a window to batches, and the batches to steps.
 
-The batches of a window fit the budget and, as far as the lengths allow, fill it equally. Those of one step are alike in
-what they cost, the attention over long samples included; the steps come in random order.
+The batches of a window fit the budget and fill it as equally as the lengths allow. The batches of one step have similar
+costs, including the attention over long samples. The steps come in random order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: The steps of a window, of few ranks at least so many batches: among many batches similar ones are found for a step.
+#: The number of steps in a window, and the minimum number of batches: among many batches, a step finds similar ones.
 STEPS_PER_WINDOW: Final = 32
 MIN_WINDOW_BATCHES: Final = 1024
-#: The batches of a window are divided by the length of their samples, and inside of that by their cost.
+#: The batches of a window are grouped by the length of their samples, and within a group by their cost.
 NUM_LENGTH_GROUPS: Final = 4
 NUM_COST_CLASSES: Final = 50
 
@@ -26,22 +26,22 @@ NUM_COST_CLASSES: Final = 50
 @final
 @dataclass(frozen=True)
 class TokenPlan:
-    """The rule of the batches of an epoch: with the order and the lengths of the samples it decides them."""
+    """The rule that, with the order and the lengths of the samples, determines the batches of an epoch."""
 
-    token_budget: int  # tokens that a batch holds at most
-    packed: bool  # a batch costs the sum of its lengths; otherwise the longest one times their number
+    token_budget: int  # maximum number of tokens in a batch
+    packed: bool  # the cost of a batch is the sum of its lengths; otherwise the longest one times their number
     num_ranks: int  # batches of one step
 
     def window_size(self, num_samples: int, mean_length: float) -> int:
-        """Return into how many samples at a time an order of ``num_samples`` is divided; the windows are equal."""
+        """Return the number of samples per window, for equal windows of an order of ``num_samples``."""
         num_batches = max(STEPS_PER_WINDOW * self.num_ranks, MIN_WINDOW_BATCHES)
         num_windows = max(round(num_samples * mean_length / (num_batches * self.token_budget)), 1)
         return max(-(-num_samples // num_windows), 1)
 
     def batches(self, lengths: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
-        """Return the batches of a window of samples of these lengths ``[samples]``, as positions in the window.
+        """Return the batches of a window with these ``lengths`` ``[samples]``, as positions in the window.
 
-        Batch ``step * num_ranks + rank`` is that of the rank in the step. No length is above the budget.
+        Batch ``step * num_ranks + rank`` is for that step and rank. No length may be above the budget.
         """
         batch_of = self._packed(lengths) if self.packed else self._padded(lengths)
         positions = np.argsort(batch_of, kind="stable")
@@ -50,7 +50,7 @@ class TokenPlan:
         return [parts[number] for number in self._arranged(lengths[positions], starts, seed).tolist()]
 
     def cost(self, lengths: NDArray[np.int64]) -> int:
-        """Return how many tokens a batch of samples of these lengths counts against the budget."""
+        """Return the cost in tokens of a batch with these ``lengths``."""
         return int(lengths.sum() if self.packed else lengths.max(initial=0) * len(lengths))
 
     # -- batches ---------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class TokenPlan:
         return min(-(-num_batches // self.num_ranks) * self.num_ranks, num_samples)
 
     def _packed(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the batch of each sample: as few as hold the tokens, the longest sample first into the emptiest."""
+        """Return the batch of each sample: as few batches as possible, the longest sample first into the emptiest."""
         by_length = np.argsort(-lengths, kind="stable")
         descending, budget = lengths[by_length], self.token_budget
         num_batches = self._whole_steps(-(-int(lengths.sum()) // budget), len(lengths))
@@ -73,7 +73,7 @@ class TokenPlan:
         return batch_of
 
     def _padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the batch of each sample: neighbours by length, so that little is padded."""
+        """Return the batch of each sample: samples of similar length together, to minimise padding."""
         by_length = np.argsort(-lengths, kind="stable")
         descending = cast("list[int]", lengths[by_length].tolist())
         sizes: list[int] = []
@@ -82,7 +82,7 @@ class TokenPlan:
             sizes.append(min(self.token_budget // descending[start], len(descending) - start))
             start += sizes[-1]
         missing = self._whole_steps(len(sizes), len(lengths)) - len(sizes)
-        while missing:  # the last step is completed by halves of the batches of most samples
+        while missing:  # split the batches with the most samples to complete the last step
             largest = sorted(range(len(sizes)), key=sizes.__getitem__)[-missing:]
             for number in sorted((number for number in largest if sizes[number] > 1), reverse=True):
                 half = sizes[number] // 2
@@ -95,7 +95,7 @@ class TokenPlan:
     # -- steps -----------------------------------------------------------------------------------------
 
     def _arranged(self, lengths: NDArray[np.int64], starts: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the numbers of the batches, those of one step one after the other.
+        """Return the order of the batches, with those of one step next to each other.
 
         Args:
             lengths: of all samples, batch by batch.
@@ -117,9 +117,9 @@ class TokenPlan:
 
 
 def _into_emptiest(descending: NDArray[np.int64], num_batches: int) -> tuple[NDArray[np.int64], int]:
-    """Return the batch of each sample where each goes into the emptiest, and the tokens of the fullest one.
+    """Assign each sample to the emptiest batch; return the batch of each sample and the tokens of the fullest batch.
 
-    This is the rule of the longest processing time first; samples that can't meet in a batch are assigned at once.
+    This is longest-processing-time-first scheduling; samples that can't share a batch are assigned at once.
     """
     loads = np.zeros(num_batches, dtype=np.int64)
     batch_of = np.empty(len(descending), dtype=np.int64)
@@ -127,7 +127,7 @@ def _into_emptiest(descending: NDArray[np.int64], num_batches: int) -> tuple[NDA
     while start < len(descending):
         emptiest = np.argsort(loads, kind="stable")
         shortest = descending[min(start + num_batches, len(descending)) - 1]
-        # A batch that gets a sample is fuller than these, so that each of them gets one before any gets two.
+        # A batch that gets a sample is then fuller than these, so each of them gets one before any gets two.
         num_at_once = int(np.searchsorted(loads[emptiest], loads[emptiest[0]] + shortest))
         stop = min(start + num_at_once, len(descending))
         taken = emptiest[: stop - start]
