@@ -1,1 +1,1 @@
-"""The parts of a training step: accumulation, optimizer, scheduler, averaging, retry, metrics. Internal."""
+"""The parts of a training step: accumulation, optimizer, scheduler, weight averaging, retry. Internal."""

@@ -1,8 +1,7 @@
-"""The accumulation state: gradient synchronisation per backward, updates per step, and running loaders.
+"""The gradient accumulation state: which backward synchronises, when the optimizer steps, and the running loaders.
 
-Each Accelerator owns one gradient state; a loop with two Accelerators, or with two models that accumulate
-differently, keeps one count per model. Loaders report when they start and end, so that the last batch of a loader
-always synchronises.
+Each Accelerator has its own gradient state, which counts micro-batches per set of models. Loaders report when they
+start and end, so the last batch of a loader always synchronises.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class _Window:
-    """The micro-batches between two updates of one set of models."""
+    """The micro-batches between two optimizer updates of one set of models."""
 
-    count: int = 0  # micro-batches begun since the last loader ended
+    count: int = 0  # micro-batches since the last loader ended
     is_complete: bool = True  # the current micro-batch is the last one
     has_gradients: bool = False  # a backward has run since the window began
 
 
 @final
 class WindowContext(AbstractContextManager[None]):
-    """The context of a micro-batch; at its end the window around it, if there is one, is the current one again.
+    """The context of a micro-batch; at its end, the enclosing window, if any, becomes current again.
 
     Args:
-        outer: the models and the window that were current before; None outside of other windows.
-        unreduced: entered with it.
+        outer: the models and the window of the enclosing context; None without one.
+        unreduced: a context without gradient reduction, entered and left together with this one.
     """
 
     __slots__ = ("_gradient_state", "_outer", "_unreduced", "_windows")
@@ -66,18 +65,18 @@ class WindowContext(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> bool | None:
         windows = self._windows
         windows.depth -= 1
-        if self._outer is not None:  # outside of all of them the last one stays: loops step, and look, after the block
+        if self._outer is not None:  # else the last window stays current, for a step after the block
             windows.current, window = self._outer
             self._gradient_state.return_to(window)
         return self._unreduced.__exit__(*error)
 
 
-#: The current window (None: somebody else decides), whether it synchronises, and whether it protects gradients.
+#: The current window (None: `advance` doesn't decide), whether it synchronises, and whether it protects gradients.
 CurrentWindow = tuple[_Window | None, bool, bool]
 
 
 class RunningLoader(Protocol):
-    """The attributes of a prepared loader that the gradient state reads while the loader's loop runs."""
+    """The attributes of a prepared loader that the gradient state reads during the loader's loop."""
 
     end_of_dataloader: bool
     remainder: int
@@ -87,30 +86,29 @@ class RunningLoader(Protocol):
 class GradientState:
     """The accumulation state of one Accelerator.
 
-    ``GradientState()`` without arguments is the newest one that is in use (a new one when there is none), which is
-    what libraries that look for "the" gradient state expect. :meth:`create` always makes a new one.
+    ``GradientState()`` without arguments returns the newest one in use (or a new one), as libraries that look for "the"
+    gradient state expect. :meth:`create` always makes a new one.
     """
 
-    # Weak: a gradient state goes with the Accelerator, optimizers and loaders that use it.
+    # Weak: a gradient state lives as long as the Accelerator, optimizers and loaders that use it.
     _newest: ClassVar[weakref.ref[GradientState] | None] = None
 
     sync_gradients: bool
-    #: Whether ``zero_grad`` would now lose gradients that the current window still needs. A loop may clear at its end,
-    #: after the step, or at its top, before the forward; at the top of a window's last micro-batch the gradients of
-    #: the earlier ones are still wanted.
+    #: Whether ``zero_grad`` would lose gradients that the current window still needs. Loops call it after the step or
+    #: before the forward; before the forward of a window's last micro-batch, the earlier ones' gradients are needed.
     protects_gradients: bool
     plugin_kwargs: dict[str, Any]
     dataloader_references: list[weakref.ReferenceType[Any] | None]
-    #: Calls of prepared optimizers' ``step`` that weren't inside of a window.
+    #: The number of ``step`` calls of prepared optimizers, without those inside an incomplete window.
     num_step_calls: int
     awaits_step: bool  # a backward has run since the last of these calls
-    has_assumed_loader: bool  # a warning was given: values between batches of several loaders could be those of any
-    hooks: LoopHooks  # of the loop that this state counts
-    #: While the update of a gradient scaler waits for optimizers that haven't stepped: called with True before a
+    has_assumed_loader: bool  # whether AssumedLoaderWarning was given
+    hooks: LoopHooks  # of this state's training loop
+    #: Set while the update of a gradient scaler waits for optimizers that haven't stepped; called with True before a
     #: backward, and with False before a save.
     update_scaler: Callable[[bool], None] | None
-    scaled_optimizers: weakref.WeakSet[Any]  # prepared ones, with a gradient scaler
-    nested_seconds: float  # of passes over loaders inside of another loader's pass, as evaluations in the middle are
+    scaled_optimizers: weakref.WeakSet[Any]  # prepared optimizers with a gradient scaler
+    nested_seconds: float  # time of passes over loaders inside another loader's pass, such as evaluations
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         newest = None if GradientState._newest is None else GradientState._newest()
@@ -122,12 +120,12 @@ class GradientState:
 
     @classmethod
     def create(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
-        """Make a gradient state, from now on the newest."""
+        """Make a gradient state, which becomes the newest."""
         gradient_state = object.__new__(cls)
         gradient_state.sync_gradients = True
         gradient_state.protects_gradients = False
         gradient_state.plugin_kwargs = gradient_accumulation_plugin.to_kwargs() if gradient_accumulation_plugin else {}
-        # None is the first entry, so that the active loader is simply the last entry.
+        # The first entry is None, so that the active loader is always the last entry.
         gradient_state.dataloader_references = [None]
         gradient_state._is_xla_gradients_synced = False
         gradient_state._windows = {}
@@ -147,20 +145,20 @@ class GradientState:
     _is_xla_gradients_synced: bool
     _num_backwards: int
     _windows: dict[Hashable, _Window]
-    _window: _Window | None  # the current one; None where somebody else than `advance` decides what synchronises
-    _restored_open: bool  # the gradients of such windows were restored too
-    _restored_count: int  # where windows begin that are not known yet: their count before an interruption
+    _window: _Window | None  # the current one; None if `advance` doesn't decide what synchronises
+    _restored_open: bool  # their gradients were restored too
+    _restored_count: int  # the count before an interruption, at which new windows begin
 
     # -- settings of the plugin ------------------------------------------------------------------------
 
     @property
     def initialized(self) -> bool:
-        """True: a gradient state is usable as soon as it exists."""
+        """Always True, because a gradient state is usable once it exists."""
         return True
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per optimizer update."""
+        """The number of micro-batches per optimizer update."""
         return self.plugin_kwargs.get("num_steps", 1)
 
     @num_steps.setter
@@ -173,7 +171,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the scheduler counts the micro-batches that don't step."""
+        """Whether the scheduler counts micro-batches without a step."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
@@ -198,7 +196,7 @@ class GradientState:
     # -- the count -------------------------------------------------------------------------------------
 
     def advance(self, key: Hashable = ()) -> bool:
-        """Begin a micro-batch of ``key`` (the models of the window); return whether it synchronises gradients."""
+        """Begin a micro-batch for the window of the models ``key``; return whether it synchronises gradients."""
         if self.hooks.between_batches and self.dataloader_references[-1] is None:
             for hook in self.hooks.between_batches:
                 hook(None)
@@ -207,9 +205,9 @@ class GradientState:
             is_open = self._restored_open
             window = self._windows[key] = _Window(self._restored_count, not is_open, has_gradients=is_open)
         self._window = window
-        if window.is_complete:  # a new window: the gradients are those of the last one
+        if window.is_complete:  # a new window: existing gradients are those of the last one
             window.has_gradients = False
-        # This runs in every micro-batch, so the properties below are written out.
+        # This runs in every micro-batch, so it is fast: it doesn't use the properties below.
         settings, reference = self.plugin_kwargs, self.dataloader_references[-1]
         loader = None if reference is None else reference()
         if loader is not None and loader.end_of_dataloader and settings.get("sync_with_dataloader", True):
@@ -229,18 +227,18 @@ class GradientState:
         return self._window, self.sync_gradients, self.protects_gradients
 
     def return_to(self, outer: CurrentWindow) -> None:
-        """Make the window around the current one the current one again."""
+        """Make the enclosing window current again."""
         window, sync_gradients, protects_gradients = outer
         if window is None or window is not self._window:
             self._window, self.protects_gradients = window, protects_gradients
             self.sync_gradients = sync_gradients if window is None else window.is_complete
 
     def note_backward(self, loss: object = None, weight: object = None) -> int:
-        """Count a backward in the current micro-batch; return by how many micro-batches its loss is divided.
+        """Count a backward in the current micro-batch; return the number of micro-batches that divides its loss.
 
         Args:
-            loss: None: it isn't known before the backward.
-            weight: how many items the loss sums over; None: it is a mean.
+            loss: None if it isn't known before the backward.
+            weight: the number of items in the summed loss; None if it is a mean.
         """
         for hook in self.hooks.before_backward:
             hook(loss, weight)
@@ -254,38 +252,41 @@ class GradientState:
         return self.plugin_kwargs.get("num_steps", 1)
 
     def finish_window(self) -> None:
-        """Make the update of the gradient scaler that would come before the next backward."""
+        """Make a pending update of the gradient scaler now, instead of before the next backward."""
         if self.update_scaler is not None:
             self.update_scaler(False)
 
     def has_unfinished(self, *, before_backward: bool = False) -> bool:
-        """Return whether a window has gradients and more to come: also the current one's last, ``before_backward``."""
+        """Return whether a window has gradients and is incomplete.
+
+        With ``before_backward``, the current window counts as incomplete in its last micro-batch too.
+        """
         current = self._window if before_backward else None
         return any(w.has_gradients and (w is current or not w.is_complete) for w in self._windows.values())
 
     @property
     def num_backwards(self) -> int:
-        """Backwards so far."""
+        """The number of backward passes so far."""
         return self._num_backwards
 
     @property
     def open_window(self) -> tuple[int, int] | None:
-        """The micro-batches accumulated in the open window, and how many make an update; None: no window is open."""
+        """The number of micro-batches in the open window, and the number per update; None if no window is open."""
         steps = self.num_steps
         counts = [window.count for window in self._windows.values() if window.has_gradients and not window.is_complete]
-        if self._restored_open and not self._windows:  # loaded, and not gone on yet
+        if self._restored_open and not self._windows:  # loaded, but not continued yet
             counts = [self._restored_count]
         return (max(count % steps for count in counts), steps) if counts else None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Backwards so far, and steps of the running loader: two numbers that change while the loop goes on."""
-        progress = getattr(self.active_dataloader, "progress", None)  # loaders of others have none
+        """The number of backward passes and the steps of the running loader, as a sign of progress."""
+        progress = getattr(self.active_dataloader, "progress", None)  # other packages' loaders have none
         return self._num_backwards, getattr(getattr(progress, "batch_info", None), "steps", 0)
 
     @property
     def step(self) -> int:
-        """Micro-batches begun since the last loader ended, over the window that is furthest."""
+        """The number of micro-batches since the last loader ended, in the window with the most."""
         return max((window.count for window in self._windows.values()), default=self._restored_count)
 
     @step.setter
@@ -297,11 +298,11 @@ class GradientState:
 
     @property
     def windows(self) -> dict[Any, int]:
-        """By models, the micro-batches begun since the last loader ended."""
+        """The number of micro-batches since the last loader ended, by the models of the window."""
         return {key: window.count for key, window in self._windows.items()}
 
     def continue_windows(self, windows: Mapping[Hashable, int]) -> None:
-        """Continue inside these windows, and in those that begin at :attr:`step`: they have gradients already."""
+        """Continue inside these windows, and in those that begin at :attr:`step`, which already have gradients."""
         self.protects_gradients = True
         self._restored_open = self._restored_count % self.num_steps != 0
         for key, count in windows.items():
@@ -309,7 +310,7 @@ class GradientState:
             self._windows[key] = _Window(count, not is_open, has_gradients=is_open)
 
     def count_of(self, key: Hashable) -> int:
-        """Micro-batches of ``key`` begun since the last loader ended."""
+        """Return the number of micro-batches of ``key`` since the last loader ended."""
         return self._windows[key].count if key in self._windows else 0
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -335,7 +336,7 @@ class GradientState:
 
     @property
     def running_dataloaders(self) -> list[RunningLoader]:
-        """The loaders with running loops; the last to deliver is at the end."""
+        """The loaders with running loops; the one that yielded last is at the end."""
         found = (reference() for reference in self.dataloader_references if reference is not None)
         return [loader for loader in found if loader is not None]
 
@@ -358,7 +359,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples in the last, incomplete global batch of the active loader; -1 when unknown or outside."""
+        """The number of samples in the active loader's last, incomplete global batch; -1 if unknown or without one."""
         loader: RunningLoader | None = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
@@ -366,15 +367,15 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the newest gradient state; Accelerators keep theirs."""
+        """Clear the newest gradient state; Accelerators keep theirs."""
         GradientState._newest = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A gradient state belongs to the loop that it counts; an unpickled object uses the newest one of its process.
+        # A gradient state belongs to one training loop; an unpickled object uses the newest state of its process.
         return (_newest_or_new, (self.plugin_kwargs,))
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> GradientState:
-        """Return the same object: a copied optimizer belongs to the same loop."""
+        """Return the same object, because a copied optimizer belongs to the same training loop."""
         return self
 
     def __repr__(self) -> str:
@@ -393,10 +394,10 @@ def _newest_or_new(plugin_kwargs: dict[str, Any]) -> GradientState:
 
 
 # --------------------------------------------------------------------------------------------------
-# Weighted losses: gradients of the true mean over ranks and micro-batches of different sizes
+# Weighted losses: gradients of the mean over all items of ranks and micro-batches of different sizes
 #
-# A mean of means is wrong as soon as micro-batches differ in size. Given the sum and the number it is a sum over
-# (tokens, samples), the whole window is divided once, by its total weight over all data-parallel ranks.
+# A mean of means is wrong if micro-batches differ in size. Given the sum and its number of items (tokens, samples), the
+# whole window is divided once, by its total weight over all data-parallel ranks.
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -405,14 +406,14 @@ Backward = Callable[[torch.Tensor], None]
 
 @final
 class WindowWeights:
-    """The total weights so far of the open accumulation windows, by the models of the window."""
+    """The total weights of the open accumulation windows so far, by the models of the window."""
 
     def __init__(self, mesh: Mesh, gradient_state: GradientState, windows: NamedWindows) -> None:
         self._mesh, self._gradient_state, self._windows = mesh, gradient_state, windows
-        #: The weight so far of every window that has weighted micro-batches behind it.
+        #: The weight so far of every window with weighted micro-batches.
         self.pending: dict[WindowKey, Any] = {}
-        self._has_warned = False  # that the device has no float64
-        self._has_windows = False  # of several micro-batches, so far
+        self._has_warned = False  # a warning that the device has no float64
+        self._has_windows = False  # with several micro-batches, so far
 
     def refuse_unweighted(self) -> None:
         """Raise if the current window already has weighted micro-batches.
@@ -427,10 +428,10 @@ class WindowWeights:
             )
 
     def _refuse_open_window(self, one_backward: str, *, completes_window: bool) -> None:
-        """Raise unless this micro-batch is a whole window, where no more can be waited for.
+        """Raise if the window has several micro-batches, which the strategy can't weight.
 
         Raises:
-            PreparationError: gradients are accumulated.
+            PreparationError: the window has several micro-batches.
         """
         if self.pending or not completes_window:
             raise PreparationError(
@@ -447,17 +448,17 @@ class WindowWeights:
         backward: Backward,
         one_backward: str,
     ) -> None:
-        """Run ``backward(loss)``; if it completes the window, scale gradients to those of the weighted mean.
+        """Run ``backward(loss)``; if it completes the window, scale the gradients to those of the weighted mean.
 
         Args:
-            models: the prepared ones.
-            one_backward: why a window can't have several micro-batches; "": it can.
+            models: returns the prepared models.
+            one_backward: why a window can't have several micro-batches; "" if it can.
         """
         completes_window = self._gradient_state.sync_gradients
         if one_backward:
             self._refuse_open_window(one_backward, completes_window=completes_window)
-        # Whether windows have several micro-batches, on some rank: this one's can be a single one all the same, at the
-        # end of unequal data. What is scaled before ranks reduce gradients has to be scaled on all of them.
+        # Whether windows have several micro-batches on some rank; at the end of unequal data, this rank's window may
+        # have one. All ranks have to scale at the same point: either the loss or the reduced gradients.
         accumulates = not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows)
         window = self._windows.current
         key = window.key
@@ -476,7 +477,7 @@ class WindowWeights:
             backward(loss)
             return
         factor = self._factor(total, loss)
-        if not accumulates:  # windows of one: scale the loss, and touch no gradient twice
+        if not accumulates:  # windows of one: scale the loss instead of the gradients
             backward(loss * factor)
             return
         backward(loss)
@@ -486,10 +487,10 @@ class WindowWeights:
             scale_each(gradients, factor)
 
     def _factor(self, total: object, loss: torch.Tensor) -> torch.Tensor:
-        """Return ranks over total weight, exact to the precision of ``loss``.
+        """Return the number of ranks divided by the total weight, to the precision of ``loss``.
 
-        The strategy divides by the ranks that have tokens, the true mean divides by the weight. Weights are added up
-        in float64: float32 can't count more than 2^24 tokens.
+        The strategy divides by the number of ranks (along TOKEN_AXES), but the mean has to divide by the weight.
+        Weights are summed in float64, because float32 can't count more than 2^24 tokens.
         """
         dtype = widest_float(loss.device)
         if dtype != torch.float64 and not self._has_warned:
@@ -502,18 +503,18 @@ class WindowWeights:
         weight = torch.as_tensor(total, dtype=dtype, device=loss.device).detach()
         weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES), same_shapes=True)
         factor = torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
-        # A factor that is wider than the loss would widen it, and all that is computed from it.
+        # A factor in a wider dtype than the loss would widen the loss, and all that is computed from it.
         return factor.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def wide(weight: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a weight that more can be added to without rounding: bfloat16 can't count further than 256."""
+    """Return a weight in a dtype that can be summed without rounding; bfloat16 can't count above 256."""
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.detach().to(widest_float(weight.device))
     return weight
 
 
 def _own_piece(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's local part of ``gradient``: gradients with different placements can't be scaled together."""
+    """Return this rank's local part of ``gradient``, because torch can't scale different placements together."""
     local = getattr(gradient, "to_local", None)
     return gradient if local is None else local()

@@ -1,7 +1,7 @@
-"""The exponential moving average of a model's weights, under every strategy that keeps parameters on devices.
+"""The exponential moving average of a model's weights, for every strategy that keeps parameters on devices.
 
-Each rank averages its local parts of the parameters, elementwise, so ranks don't communicate: replicas average the same
-numbers, shards their own ones.
+Each rank averages its local parts of the parameters elementwise, without communication: replicas average the same
+values, shards their own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .accumulation import GradientState
 
 @final
 class WeightAverage:
-    """The moving average ``average = decay * average + (1 - decay) * weights``, after each optimizer update, in float32
-    at least.
+    """The exponential moving average of a model's weights, updated after optimizer updates.
 
-    ``Accelerator.average_weights`` makes it; ``save_state`` and ``load_state`` include it. Buffers are not averaged.
+    ``average = decay * average + (1 - decay) * weights``, at least in float32. ``Accelerator.average_weights`` makes
+    it; ``save_state`` and ``load_state`` include it. Buffers are not averaged.
 
     Args:
-        held: the model through which parameters and state are seen as the strategy holds them.
-        access: how the strategy gives and takes whole tensors.
-        decay: how much of the average stays in an update; between 0 and 1.
-        every: so many optimizer updates make one update of the average.
-        warmup: begin with a small decay, ``(1 + n) / (10 + n)`` at the n-th update, up to ``decay``.
-        is_writer: whether this rank writes what all have in common.
-        was_skipped: whether the optimizer left the parameters alone (fp16), where that can happen.
+        held: the model with the parameters and state as the strategy holds them.
+        access: gathers and loads full tensors for the strategy.
+        decay: the weight of the old average in an update, between 0 and 1.
+        every: the number of optimizer updates per update of the average.
+        warmup: begin with a smaller decay, ``(1 + n) / (10 + n)`` at the n-th update, up to ``decay``.
+        is_writer: whether this rank writes the state that is common to all ranks.
+        was_skipped: returns whether the optimizer skipped its step (fp16 overflow); None if it never does.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Enter a context in which the model has the averaged weights; at its end the model gets its own back, exactly.
+        """Enter a context in which the model has the averaged weights; restore its own weights exactly at the end.
 
-        For evaluating and for saving; what an optimizer does inside is lost.
+        Use it for evaluation and for saving; optimizer updates inside it are lost.
         """
         if self._is_applied:
             raise PreparationError("The model has the averaged weights already: applied() was entered twice.")
@@ -121,14 +121,12 @@ class WeightAverage:
     # -- state ---------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the average under the names of the user's own model, in whole tensors. A collective where it is
-        sharded.
-        """
+        """Return the average as full tensors, by the names in the user's own model; a collective if it is sharded."""
         if not self._is_sharded:
             return {name: average.detach() for name, average in zip(self._names, self._averages, strict=True)}
         with self.applied():
             whole = self._access.full_model_state(self._held, True)
-            # In host memory what isn't sharded is the model's own tensor, which gets its own values back.
+            # In CPU memory, an unsharded tensor is the model's own, whose values are restored at the end.
             own = {local.data_ptr() for local in self._local_parameters()}
             return {
                 name: value.clone() if value.data_ptr() in own else value
@@ -137,14 +135,12 @@ class WeightAverage:
             }
 
     def collect(self, *_: object) -> None:
-        """Gather the average for :meth:`state_dict` on the ranks that write. Every rank makes this call, before each
-        save.
-        """
+        """Gather the average for :meth:`state_dict` on the ranks that write; every rank calls this before each save."""
         whole = self.weights()
         self._collected = whole if self._is_writer else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`collect` has gathered, once."""
+        """Return the average gathered by :meth:`collect`, and free it."""
         if self._collected is None:
             if self._is_sharded:
                 raise CheckpointError(
@@ -156,10 +152,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved average, of any number of ranks and any strategy.
+        """Continue from an average that was saved by any number of ranks and any strategy.
 
         Raises:
-            CheckpointError: it is the average of another model.
+            CheckpointError: it is another model's average.
         """
         saved = state_dict["average"]
         if not self._is_sharded:
@@ -179,7 +175,7 @@ class WeightAverage:
 
 
 def _widened(local: torch.Tensor) -> torch.Tensor:
-    """Return a copy in float32, or in the parameter's own type if it is wider."""
+    """Return a copy in float32, or in the parameter's own dtype if that is wider."""
     return local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
 
 
@@ -188,7 +184,7 @@ def _is_flat(model: torch.nn.Module) -> bool:
 
 
 def _free_gathered(model: torch.nn.Module) -> None:
-    """Reshard all parameters, also those that a forward has gathered and kept."""
+    """Reshard all parameters, also those that a forward has left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

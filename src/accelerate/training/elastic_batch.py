@@ -1,4 +1,4 @@
-"""The global batch of an update, and how a run that continues on another number of ranks keeps its size."""
+"""The global batch size, and how a run that resumes on another number of ranks keeps it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class GlobalBatchInfo(TypedDict):
 
     ranks: int
     steps: int  # micro-batches per update
-    samples: list[int | None]  # of all ranks at once, by loader
+    samples: list[int | None]  # of all ranks together, per step of each loader
 
 
 def global_batch_info(world: World, loaders: Sequence[object], gradient_state: GradientState) -> GlobalBatchInfo:
-    """Return what a checkpoint records of the global batch: ranks, micro-batches per update, and samples of all ranks
-    at once per loader.
-    """
+    """Return a checkpoint's record of the global batch: ranks, micro-batches per update, and samples per loader."""
     samples = [getattr(loader, "total_batch_size", None) for loader in loaders]
     return {"ranks": world.size, "steps": gradient_state.num_steps, "samples": samples}
 
@@ -43,20 +41,21 @@ def restore_accumulation(
     *,
     keep_global_batch: bool,
 ) -> None:
-    """Continue the accumulation count from the checkpoint, and log on rank 0 what changed since the save.
+    """Continue the accumulation count from the checkpoint, and log on rank 0 the changes since the save.
 
     Args:
-        window: into which the gradients of an incomplete update are loaded.
-        keep_global_batch: change the micro-batches per update so that an update has as many samples as before.
+        window: loads the gradients of an incomplete update.
+        keep_global_batch: change the micro-batches per update so that an update has the same number of samples as
+            before.
 
     Raises:
-        CheckpointError: no whole number of micro-batches has as many samples, or the checkpoint has no record of them.
+        CheckpointError: no whole number of micro-batches has that number of samples, or the checkpoint has no record.
     """
     details = {} if loaded.manifest is None else loaded.manifest.details
     before: GlobalBatchInfo | None = details.get("pace")
     now: GlobalBatchInfo = global_batch_info(world, loaders, gradient_state)
     if loaded.step is not None:
-        if gradient_state.open_window is not None:  # in a program that goes back: those are of another update
+        if gradient_state.open_window is not None:  # it has gradients of another update
             window.clear()
         gradient_state.step = loaded.step
     if before is None:
@@ -87,17 +86,17 @@ def restore_accumulation(
     if lost is not None:
         changes.append(f"it was saved inside an update, whose first micro-batches are lost: {lost}")
     if lost is not None or (gradient_state.num_steps != before["steps"] and not loaded.had_open_window):
-        # The next micro-batch begins the update that is due, a whole one.
+        # The next micro-batch begins a whole update.
         gradient_state.step = gradient_state.step // before["steps"] * gradient_state.num_steps
     if changes:
         logger.warning("Goes on from %s with changes:\n  %s", loaded.folder, "\n  ".join(changes))
 
 
 def _count_of(before: GlobalBatchInfo, now: GlobalBatchInfo, count: int) -> int | None:
-    """Return how many of today's micro-batches are as many updates, and as much of the current one, as ``count`` of
-    before.
+    """Convert ``count`` micro-batches of the saved run to micro-batches of this run.
 
-    None where what is left of that update is no whole number of them.
+    The result has the same number of updates and the same part of the current one. Return None if the rest of that
+    update isn't a whole number of micro-batches.
     """
     if (before["ranks"], before["steps"]) == (now["ranks"], now["steps"]):
         return count
@@ -112,7 +111,7 @@ def _count_of(before: GlobalBatchInfo, now: GlobalBatchInfo, count: int) -> int 
 
 
 def _samples_per_update(info: GlobalBatchInfo) -> int | None:
-    """Return the samples per update of the first loader that knows."""
+    """Return the samples per update of the first loader that knows its batch size."""
     sizes = [size for size in info["samples"] if size]
     return sizes[0] * info["steps"] if sizes else None
 

@@ -1,4 +1,4 @@
-"""The models named in ``accumulate``: found by their parameters, so that wrappers, lists and parts work too."""
+"""The models named in ``accumulate``, found by their parameters, so that wrappers, lists and parts work too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from ..errors import PreparationError
 
-#: A window by its models: of each its number in the order of preparation; or, of a part, that number and those of the
-#: part's parameters in the model. Empty: all models. A set of ids where the models can't be told.
+#: Identifies a window by its models: for each model, its number in the order of preparation; for a part, that number
+#: and the indices of the part's parameters in the model. Empty: all models. A set of ids if the models are unknown.
 WindowKey = tuple[int | tuple[int, ...], ...] | frozenset[int]
 
-_MAX_KNOWN: Final = 64  # calls of accumulate() that are remembered
+_MAX_KNOWN: Final = 64  # number of cached accumulate() calls
 
 
 @final
@@ -23,10 +23,10 @@ class NamedModels:
     """The objects named in a call of ``accumulate``, and their prepared models.
 
     Args:
-        named: as given; kept alive, so that no other object gets one of their ids.
-        key: by which their window is counted.
-        models: the prepared models whose gradients the window holds; None where they can't be told.
-        unreduced: in which gradients aren't reduced before the window ends.
+        named: the given objects; kept alive, so that no other object gets one of their ids.
+        key: the key of their window.
+        models: the numbers of the prepared models whose gradients the window has; None if unknown.
+        unreduced: the modules whose gradients aren't reduced before the window ends.
     """
 
     named: tuple[object, ...]
@@ -52,10 +52,10 @@ class NamedModels:
         return cls(named, tuple(sorted(key, key=str)), numbers, unreduced)
 
     def refuse_weight(self) -> NoReturn:
-        """Raise: a weight can't be divided out of gradients that can't be told.
+        """Raise, because a weight can't divide gradients of unknown models.
 
         Raises:
-            PreparationError: the classes of the named objects.
+            PreparationError: the text has the classes of the named objects.
         """
         raise PreparationError(
             f"backward(loss, weight=...) inside accumulate({', '.join(type(one).__name__ for one in self.named)}): not "
@@ -66,40 +66,40 @@ class NamedModels:
 
 @final
 class NamedWindows:
-    """The models named by the calls of ``accumulate`` so far, and by the last of them."""
+    """The models named in the ``accumulate`` calls so far, and those of the last call."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], NamedModels] = {}
-        self.depth = 0  # contexts of accumulate() that the loop is in
+        self.depth = 0  # number of accumulate() contexts that the loop is in
         self.forget()
 
     def forget(self) -> None:
-        """Forget all models: from now on a window holds the gradients of any."""
+        """Clear all models; the current window then has the gradients of any model."""
         self.known.clear()
         self.current: NamedModels = NamedModels((), (), (), ())
 
     def find(self, named: tuple[Any, ...], prepared: Sequence[torch.nn.Module]) -> NamedModels:
-        """Find and remember what ``named`` stands for."""
-        if len(self.known) > _MAX_KNOWN:  # a loop that makes a list or a wrapper in each micro-batch
+        """Find the models of ``named``, and cache them."""
+        if len(self.known) > _MAX_KNOWN:  # the loop makes a new list or wrapper in each micro-batch
             self.known.clear()
         found = self.known[tuple(map(id, named))] = NamedModels.find(named, prepared)
         return found
 
     def unreduced_by(self, model: torch.nn.Module, prepared: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
-        """Return in which modules ``no_sync(model)`` reduces nothing: a part may be sharded by itself."""
+        """Return the modules in which ``no_sync(model)`` reduces no gradients; a part may be sharded by itself."""
         found = self.known.get((id(model),)) or self.find((model,), prepared)
         return [model] if any(isinstance(one, tuple) for one in found.key) else found.unreduced
 
     def parameters(
         self, prepared: Sequence[torch.nn.Module], windows: Iterable[Any], pending: Collection[Any]
     ) -> Iterator[torch.nn.Parameter]:
-        """Iterate over the parameters of the current window's models, and of models that none of ``windows`` names.
+        """Iterate over the parameters of the current window's models, and of models not named in ``windows``.
 
         Args:
-            pending: the other windows that have weights.
+            pending: the other windows with weights.
 
         Raises:
-            PreparationError: to which window the gradients of a model belong can't be told.
+            PreparationError: the window of a model's gradients is unknown.
         """
         current = self.current
         if current.models is None:
@@ -119,7 +119,7 @@ class NamedWindows:
 
 
 def _parts_in(given: Any, prepared: Sequence[torch.nn.Module]) -> Iterator[int | tuple[int, ...]]:
-    """Iterate over the models, and parts of models, that ``given`` is or holds."""
+    """Iterate over the models and parts of models in ``given``."""
     if not isinstance(given, torch.nn.Module):
         return
     inside, rest = list(given.modules()), set(map(id, given.parameters()))
@@ -130,7 +130,7 @@ def _parts_in(given: Any, prepared: Sequence[torch.nn.Module]) -> Iterator[int |
         if any(model is one for one in inside) or (own[number] and rest.issuperset(own[number]))
     ]
     yield from whole
-    rest.difference_update(*(own[number] for number in whole))  # tied ones belong to the models that are there whole
+    rest.difference_update(*(own[number] for number in whole))  # tied parameters belong to the complete models
     for number, model in enumerate(prepared):
         is_inside = not rest.isdisjoint(own[number]) or any(given is one for one in model.modules())
         if number not in whole and is_inside:
@@ -138,10 +138,10 @@ def _parts_in(given: Any, prepared: Sequence[torch.nn.Module]) -> Iterator[int |
 
 
 def numbers_in(key: Iterable[Any]) -> list[int]:
-    """Return the numbers of the models in a :data:`WindowKey`, in their order."""
+    """Return the sorted numbers of the models in a :data:`WindowKey`."""
     return sorted({part[0] if isinstance(part, tuple) else part for part in key})
 
 
 def overlap(one: WindowKey, other: WindowKey) -> bool:
-    """Return whether two windows may hold gradients of one model."""
+    """Return whether two windows may have gradients of the same model."""
     return not one or not other or not set(numbers_in(one)).isdisjoint(numbers_in(other))

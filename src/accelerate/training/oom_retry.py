@@ -1,11 +1,11 @@
-"""Automatic micro-batching: when memory runs out, a batch is split further, and the update stays the same.
+"""Automatic micro-batching: after an out-of-memory error, split the batch further; the update stays the same.
 
-A batch of a shape that isn't known to fit is computed *carefully*, so that the pass can be aborted and computed again
-in smaller parts. There are two ways. Replicas compute it without communication, and gradients are reduced afterwards,
-by the strategy's own reduction: the others wait for a rank that ran out of memory as for any slow rank. Where the
-forward itself communicates (sharded or tensor-parallel layers), all ranks abort and retry the pass together
-(:class:`CoordinatedPass`) and agree on the number of parts. Once the shape is known to fit (also beside the optimizer's
-state, that is after an update), both compute as always and exchange nothing more.
+A batch of a shape that isn't known to fit is computed *carefully*, so that the pass can be aborted and retried in
+smaller parts. There are two ways. Replicas compute it without communication and reduce gradients afterwards, with the
+strategy's own reduction; the others wait for a rank that ran out of memory as for any slow rank. If the forward itself
+communicates (sharded or tensor-parallel layers), all ranks abort and retry the pass together (:class:`CoordinatedPass`)
+and agree on the number of parts. Once the shape is known to fit (together with the optimizer's state, so after an
+update), both compute as usual, without further exchanges.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REDUCTIONS: Final = ("mean", "sum")
 
 
 class RetryMode(Enum):
-    """Who computes a batch again when memory has run out in it."""
+    """Which ranks retry a batch after an out-of-memory error."""
 
     ALONE = "the rank itself: forwards don't communicate"
     TOGETHER = "all ranks: forwards communicate, and all can abort one"
@@ -45,9 +45,9 @@ class RetryMode(Enum):
 
 
 class Retryable:
-    """The part of a strategy by which a batch can be computed again in smaller parts.
+    """The interface of a strategy to retry a batch in smaller parts.
 
-    As it is, for models that keep nothing of a forward, and whose gradients are tensors in ``.grad``.
+    This base class is for models without state left by a forward, and with gradients as tensors in ``.grad``.
     """
 
     def __init__(self, world: World, mode: RetryMode = RetryMode.ALONE) -> None:
@@ -55,20 +55,20 @@ class Retryable:
         self.mode: RetryMode = mode
 
     def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
+        """Enter a context in which the gradients of passes stay on this rank until :meth:`all_reduce_gradients`."""
         return nullcontext()
 
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raise if a batch of ``model`` can't be split into micro-batches."""
 
     def sync_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast now the buffers that the next forward of ``model`` would broadcast."""
+        """Broadcast the buffers now that the next forward of ``model`` would broadcast."""
 
     def all_reduce_gradients(self, model: torch.nn.Module) -> None:
-        """Reduce the gradients that passes under :meth:`local_gradients` left on each rank."""
+        """Reduce the gradients of passes under :meth:`local_gradients`."""
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
-        """Reset the state left by forwards whose backward will never run."""
+        """Reset the state of forwards whose backward will never run."""
 
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """Copy the gradients of ``model``, and return a function that restores them."""
@@ -88,13 +88,13 @@ def snapshot_gradients(parameters: Iterable[torch.Tensor]) -> Callable[[], None]
     return restore
 
 
-_NUM_QUIET: Final = 16  # batches in a row that were new to no rank, until the ranks stop comparing
+_NUM_QUIET: Final = 16  # after so many batches in a row that were new to no rank, the ranks stop comparing
 
 
 @final
 @dataclass(frozen=True)
 class Work:
-    """One micro-batch of the loop: its computation, its models, and the reduction over its parts."""
+    """One micro-batch of the training loop: its computation, its models, and the loss's reduction."""
 
     compute_loss: ComputeLoss
     batch: Any
@@ -103,12 +103,10 @@ class Work:
     reduction: Reduction
     synchronises: bool  # it completes an update
     size: int = 0
-    largest: int = 0  # size of any rank that shares this pass, as far as is known
+    largest: int = 0  # the largest size of the ranks in this pass, as far as known
 
     def run(self, parts: Iterable[tuple[object, int]]) -> torch.Tensor:
-        """Compute ``parts``, adding their gradients; return the sum of their losses, weighted by size if they are
-        means.
-        """
+        """Compute ``parts`` and accumulate their gradients; return the sum of their losses (means weighted by size)."""
         total: torch.Tensor | None = None
         for part, part_size in parts:
             loss = self.compute_loss(part)
@@ -123,7 +121,7 @@ class Work:
 
 @final
 class MicroBatches:
-    """The number of parts for this rank's batches, and the shapes known to fit with it."""
+    """The number of parts for this rank's batches, and the shapes that are known to fit with it."""
 
     def __init__(self, retry: Retryable) -> None:
         self._retry = retry
@@ -135,14 +133,14 @@ class MicroBatches:
         self._watch = _ShapeComparison(retry.world)
 
     def backward(self, work: Work, *, num_parts: int = 1, always_careful: bool = False) -> torch.Tensor:
-        """Add the gradients of the loss of the batch to the parameters'; return that loss, detached.
+        """Accumulate the gradients of the batch's loss; return the detached loss.
 
         Args:
-            num_parts: at least so many.
-            always_careful: also where the shape is known to fit.
+            num_parts: the minimum number of parts.
+            always_careful: compute carefully even if the shape is known to fit.
 
         Raises:
-            MemoryExhausted: a single sample doesn't fit, or the batch can't be given up.
+            MemoryExhausted: a single sample doesn't fit, or the pass can't be aborted.
         """
         if work.reduction not in REDUCTIONS:
             raise SettingError(f"reduction={work.reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
@@ -161,20 +159,18 @@ class MicroBatches:
             loss = self._run_known(work)
         else:
             loss = self._run_new(work)
-            if self._num_updates:  # before the first update, the optimizer's state isn't there yet
+            if self._num_updates:  # before the first update, there is no optimizer state yet
                 self._known.add(shapes)
         self._num_updates += work.synchronises
         return loss
 
     def _parts(self, work: Work) -> list[tuple[object, int]]:
         parts = list(split_batch(work.batch, work.size, min(self.num_parts, work.size)))
-        # A rank with fewer samples than parts takes part in the others' passes, with a weight of zero.
+        # A rank with fewer samples than parts joins the others' passes with a weight of zero.
         return parts + [(parts[-1][0], 0)] * (min(self.num_parts, work.largest) - len(parts))
 
     def _run_known(self, work: Work) -> torch.Tensor:
-        """Compute like a loop that accumulates by hand: of replicas the last part synchronises, if the micro-batch
-        does.
-        """
+        """Compute like an accumulating loop: replicas synchronise in the last part, if the micro-batch does."""
         try:
             parts = self._parts(work)
             if not work.synchronises or len(parts) == 1:
@@ -182,7 +178,7 @@ class MicroBatches:
             with self._local_gradients(work.models):
                 loss = work.run(parts[:-1])
             return loss + work.run(parts[-1:])
-        except Exception as error:  # looked at, and raised again unless memory ran out
+        except Exception as error:  # raised again unless memory ran out
             if not should_reduce_batch_size(error):
                 raise
             can_be_careful = self._aborts_together or not self._communicates
@@ -208,8 +204,9 @@ class MicroBatches:
 
     @contextmanager
     def _local_gradients(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Enter a context without gradient reduction. Shards are reduced part by part all the same: whole gradients
-        wouldn't fit.
+        """Enter a context without gradient reduction.
+
+        Sharded gradients are still reduced in each part, because full gradients wouldn't fit.
         """
         with ExitStack() as held:
             for model in models:
@@ -217,21 +214,21 @@ class MicroBatches:
             yield
 
     def _attempt_locally(self, work: Work) -> torch.Tensor | None:
-        """Return the loss, with its gradients added; or None, with everything restored, if memory ran out here."""
+        """Accumulate the gradients and return the loss; if memory ran out here, restore the state and return None."""
         before = _Snapshot(self._retry, work.models)
         try:
             before.copy()
             return work.run(self._parts(work))
-        except Exception as error:  # looked at, and raised again unless memory ran out
+        except Exception as error:  # raised again unless memory ran out
             if not should_reduce_batch_size(error):
                 before.restore()
                 raise
-        # Outside the handler: inside it, the traceback still holds the tensors of the failed attempt.
+        # Outside the handler, because inside it the traceback still refers to the tensors of the failed attempt.
         before.restore()
         return None
 
     def _attempt_together(self, work: Work) -> torch.Tensor | None:
-        """Return the loss, with its gradients added; or None, with everything restored, if memory ran out on a rank."""
+        """Accumulate the gradients and return the loss; if any rank ran out of memory, restore all and return None."""
         before = _Snapshot(self._retry, work.models)
 
         def compute() -> torch.Tensor:
@@ -240,7 +237,7 @@ class MicroBatches:
 
         try:
             loss = CoordinatedPass(self._retry.world).run(compute)
-        except Exception:  # raised again, once the pass is undone
+        except Exception:  # raised again, after the pass has been undone
             before.restore()
             raise
         if loss is None:
@@ -268,7 +265,7 @@ class MicroBatches:
 
 @final
 class _Snapshot:
-    """A copy of the state changed by an attempt: gradients, buffers, random streams, and a strategy's pass state."""
+    """A copy of the state that an attempt changes: gradients, buffers, random streams, and a strategy's pass state."""
 
     def __init__(self, retry: Retryable, models: Sequence[torch.nn.Module]) -> None:
         self._retry = retry
@@ -277,7 +274,7 @@ class _Snapshot:
         self._put_back: list[Callable[[], Any]] = []
 
     def copy(self) -> None:
-        """Copy gradients and buffers; this takes memory."""
+        """Copy gradients and buffers; this allocates memory."""
         for model in self._models:
             self._put_back.append(self._retry.snapshot_gradients(model))
             for buffer in model.buffers():
@@ -299,9 +296,9 @@ class _Snapshot:
 
 @final
 class _ShapeComparison:
-    """The comparison between ranks, before each batch, of whether its shape is new to one of them.
+    """The check, before each batch, whether its shape is new to any rank.
 
-    Where all batches have one shape, that ends soon. Where they vary, a batch may be new to one rank alone, and the
+    If all batches have one shape, the checks end soon. If shapes vary, a batch may be new to one rank only, and the
     others have to know.
     """
 
@@ -312,14 +309,14 @@ class _ShapeComparison:
 
     @property
     def is_on(self) -> bool:
-        """Whether the ranks compare; the same on all of them."""
+        """Whether the ranks compare; the same on all ranks."""
         return self._varies or self._num_quiet < _NUM_QUIET
 
     def compare(self, is_new: bool, is_surprise: bool, num_parts: int, size: int) -> tuple[bool, int, int]:
-        """Return whether the batch is new to any rank, the most parts, and the largest batch. A collective.
+        """Return whether the batch is new to any rank, the most parts, and the largest batch; a collective.
 
         Args:
-            is_surprise: it is new although others had proved to fit before.
+            is_surprise: its shape is new, although other shapes are known to fit.
         """
         new, surprise, num_parts, size = self._reducer.largest(is_new, is_surprise, num_parts, size)
         self._varies |= bool(surprise)
@@ -338,11 +335,11 @@ class _KnownShapes:
         return bool(self._largest)
 
     def cover(self, shapes: Shapes) -> bool:
-        """Return whether a batch as large was computed before."""
+        """Return whether a batch of at least this shape has been computed before."""
         return any(_covers(known, shapes) for known in self._largest)
 
     def add(self, shapes: Shapes) -> None:
-        """Note that a batch of ``shapes`` fits."""
+        """Record that a batch of ``shapes`` fits."""
         self._largest = [known for known in self._largest if not _covers(shapes, known)] + [shapes]
 
     def clear(self) -> None:
@@ -371,7 +368,7 @@ def _shapes_of(data: object) -> Shapes:
 
 
 def _covers(known: Shapes, shapes: Shapes) -> bool:
-    """Return whether a batch of ``shapes`` is in no dimension larger than one of ``known``."""
+    """Return whether ``known`` is at least as large as ``shapes`` in every dimension."""
     return len(known) == len(shapes) and all(
         len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
         for large, small in zip(known, shapes, strict=True)
@@ -379,19 +376,18 @@ def _covers(known: Shapes, shapes: Shapes) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Coordinated retry: a pass is finished by all ranks or aborted by all, so that no rank is left waiting
+# Coordinated retry: all ranks finish a pass or all abort it, so that no rank is left waiting
 #
 # Before each collective of the pass, and at its end, the ranks exchange two numbers: which rank ran out of memory, and
-# which failed otherwise. A rank that fails takes part in the exchange that the others reach next, before a collective
-# or at the end: they never enter a collective that it won't. So the order of a strategy's communication needn't be
-# known, and no rank has to repeat what the others still do.
+# which failed otherwise. A rank that fails joins the next exchange of the others, so they never enter a collective that
+# it won't enter. So the order of a strategy's collectives needn't be known, and a failed rank has to make none of them.
 #
-# Two things are assumed: between two of these exchanges no rank waits for another, and all ranks issue the same number
-# of collectives, as sharded, tensor and context parallel do.
+# Two assumptions: between two exchanges no rank waits for another, and all ranks issue the same number of collectives,
+# as sharded, tensor and context parallelism do.
 
 Result = TypeVar("Result")
 
-#: Where torch keeps its collectives; those under the second name leave the waiting to an operation of its own.
+#: The namespaces of torch's collectives; those of the second one have a separate operation for waiting.
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
 _WAITING: Final = "_c10d_functional::wait_tensor"
 
@@ -402,7 +398,7 @@ class _PassAborted(Exception):
 
 @final
 class MaxReducer:
-    """An all-reduce of the maximum of a few integers, which needs no new memory."""
+    """An all-reduce of the maximum of a few integers, which allocates no memory."""
 
     def __init__(self, world: World, count: int) -> None:
         self._world = world
@@ -410,7 +406,7 @@ class MaxReducer:
         self._numbers = torch.zeros(count, dtype=torch.int64, device="cpu" if on_host else world.device)
 
     def largest(self, *numbers: int) -> list[int]:
-        """Return, by position, the largest number of any rank. A collective."""
+        """Return the maximum over ranks of each number; a collective."""
         world = self._world
         if world.size == 1:
             return list(numbers)
@@ -425,13 +421,13 @@ class MaxReducer:
 
 @final
 class CoordinatedPass(TorchDispatchMode):
-    """A mode in which the computation of :meth:`run` is finished on all ranks, or aborted on all."""
+    """A dispatch mode in which the computation of :meth:`run` finishes on all ranks, or is aborted on all."""
 
-    #: Operations of higher order pass through; the collectives inside are seen one by one.
+    #: Higher-order operators pass through; the collectives inside them are dispatched one by one.
     supports_higher_order_operators = True
 
     def __init__(self, world: World) -> None:
-        from torch.distributed.tensor import DTensor  # half a second of imports, for those who share forwards
+        from torch.distributed.tensor import DTensor  # takes half a second, so only where forwards communicate
 
         super().__init__()
         self._dtensor = DTensor
@@ -442,7 +438,7 @@ class CoordinatedPass(TorchDispatchMode):
         self._can_communicate = True
 
     def run(self, compute: Callable[[], Result]) -> Result | None:
-        """Return the result of ``compute``; None on every rank if memory ran out on ``oom_rank``. A collective.
+        """Return the result of ``compute``, or None on every rank if memory ran out on ``oom_rank``; a collective.
 
         Raises:
             CollectiveError: another rank has failed for another reason.
@@ -453,7 +449,7 @@ class CoordinatedPass(TorchDispatchMode):
                 result = compute()
             self._check_ranks()
             return result
-        except Exception as error:  # looked at, and raised again unless a rank ran out of memory
+        except Exception as error:  # raised again unless a rank ran out of memory
             if not self._can_communicate:
                 raise
             if self.oom_rank is None and self._failed_rank is None:
@@ -470,9 +466,9 @@ class CoordinatedPass(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Exchange failures before each collective; run every operation as it is."""
+        """Exchange failures before each collective; run every operation unchanged."""
         if any(issubclass(kind, self._dtensor) for kind in types):
-            return NotImplemented  # it becomes operations on plain tensors, and collectives, which come here again
+            return NotImplemented  # replaced by plain operations and collectives, dispatched here again
         if getattr(func, "namespace", "") in _COLLECTIVES and not func.name().startswith(_WAITING):
             self._check_ranks()
         return func(*args, **(kwargs or {}))

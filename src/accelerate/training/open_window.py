@@ -1,4 +1,4 @@
-"""Save and load an open accumulation window: each rank's own gradients, not reduced yet, as an item of a checkpoint."""
+"""Save and load an open accumulation window: each rank's gradients before reduction, as an item of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .accumulation import GradientState, WindowWeights
 
 
-#: The layout of strategies whose every rank has the gradients of all parameters.
+#: The layout of strategies in which every rank has the gradients of all parameters.
 REPLICAS: Final = "replicas"
 
 
@@ -35,7 +35,7 @@ class WindowRecord(TypedDict):
 
 
 class WindowState(TypedDict):
-    """The open windows of one rank, as a checkpoint keeps them; ``gradients`` are those of each model, by name."""
+    """The open windows of one rank, as saved in a checkpoint; ``gradients`` has those of each model by name."""
 
     layout: str
     gradients: list[dict[str, Any]]
@@ -43,34 +43,34 @@ class WindowState(TypedDict):
 
 
 class GradientHolder(Protocol):
-    """The part of a strategy by which the gradients between two updates can be saved and loaded."""
+    """The interface of a strategy to save and load the gradients between two optimizer updates."""
 
     @property
     def layout(self) -> str:
-        """The placement of gradients over the ranks, whatever the models are."""
+        """The placement of gradients over the ranks, for any model."""
         ...
 
     @property
     def named_parameters(self) -> Callable[[torch.nn.Module], Iterable[tuple[str, torch.nn.Parameter]]]:
-        """The function that returns the trained parameters under every name in the user's own model."""
+        """The function that returns the trainable parameters under every name in the user's own model."""
         ...
 
     def read(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return this rank's gradients of ``model`` between two updates."""
+        """Return this rank's gradients of ``model`` between two optimizer updates."""
         ...
 
     def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None: to none."""
+        """Set the gradients of ``model`` to those from :meth:`read` on this rank; None clears them."""
         ...
 
 
 @final
 class OpenWindow:
-    """The gradients of one rank between two updates, as an item of a checkpoint.
+    """The gradients of one rank between two optimizer updates, as an item of a checkpoint.
 
     Args:
-        gradients: the models' gradients; None where an engine keeps them, which ``kind`` names.
-        models: as the Accelerator holds them.
+        gradients: reads and loads the models' gradients; None if an engine (named by ``kind``) keeps them.
+        models: the Accelerator's models.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OpenWindow:
     # -- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> WindowState | None:
-        """Return gradients by model and name, and micro-batches and weight by window; None where no window is open."""
+        """Return gradients by model and name, and micro-batches and weight by window; None if no window is open."""
         if self._gradient_state.open_window is None or self._gradients is None:
             return None
         gradients = [self._gradients.read(model) for model in self._models]
@@ -120,9 +120,9 @@ class OpenWindow:
 
     @staticmethod
     def joined(states: Iterable[Mapping[str, Any]]) -> WindowState | None:
-        """Return the state of several ranks as that of one: gradients and weights added up, one rank after the other.
+        """Return one state for those of several ranks, with gradients and weights summed in rank order.
 
-        None where they can't be added up: they are sharded, or sparse.
+        Return None if the gradients can't be summed, because they are sharded or sparse.
         """
         total: WindowState | None = None
         for state in states:
@@ -142,12 +142,12 @@ class OpenWindow:
     def load_state_dict(
         self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None], num_ranks: int, world: World
     ) -> str | None:
-        """Continue inside the saved windows, or return why not, the same on every rank; a collective.
+        """Continue inside the saved windows, or return the reason why not, the same on every rank; a collective.
 
         Args:
-            state: of this rank; or, where another number of ranks saved, of all of them on rank 0 only.
-            count_of: from a window's count when it was saved to today's micro-batches; None: no whole number.
-            num_ranks: how many ranks saved.
+            state: this rank's state; if another number of ranks saved, that of all of them, on rank 0 only.
+            count_of: converts a saved window's count to this run's micro-batches; None if that isn't a whole number.
+            num_ranks: the number of ranks that saved.
         """
         own = cast("WindowState | None", state)
         if num_ranks != world.size:
@@ -159,7 +159,7 @@ class OpenWindow:
         return reason
 
     def clear(self) -> None:
-        """Leave no gradients but those that an engine has, and no weights of micro-batches."""
+        """Clear the gradients, except those that an engine has, and the weights of micro-batches."""
         self._weights.pending.clear()
         if self._gradients is not None:
             for model in self._models:
@@ -179,7 +179,7 @@ class OpenWindow:
             return "an update is made of other samples now, or what is left of it is no whole number of micro-batches"
         errors: list[str] = []
         for model, gradients in zip(self._models, state["gradients"], strict=True):
-            try:  # the next model as well: other ranks may have no error, and taking gradients may be a collective
+            try:  # continue with the next model: other ranks may have no error, and loading may be a collective
                 holder.load(model, gradients)
             except CheckpointError as error:
                 errors.append(str(error))
@@ -194,9 +194,9 @@ class OpenWindow:
         return None
 
     def _shared_out(self, state: WindowState | None, num_ranks: int, world: World) -> WindowState | None:
-        """Return all gradients on rank 0 and zeros on the others, such that their average equals the saved ranks'.
+        """Return all gradients on rank 0 and zeros on the others, with the same average as on the saved ranks.
 
-        Gradients that :class:`WindowWeights` will divide by the weight of the window need no factor: they are sums.
+        Gradients that :class:`WindowWeights` will divide by the window's weight are sums, and need no factor.
         """
         outline: Any = None
         holder = self._gradients
@@ -227,7 +227,7 @@ class OpenWindow:
         return any(not key or number in numbers_in(key) for key in windows)
 
     def _key(self, window: WindowRecord) -> tuple[Any, ...]:
-        """Return the key of a saved window; older checkpoints number ``prepare``'s results separately."""
+        """Return the key of a saved window; older checkpoints number the results of each ``prepare`` separately."""
         count = len(self._models)
         return tuple(one % count if isinstance(one, int) else tuple(one) for one in window["models"])
 

@@ -1,4 +1,4 @@
-"""The optimizer wrapper: it steps when the gradients of a window are complete, and knows whether it did."""
+"""The optimizer wrapper: it steps when a window's gradients are complete, and tells whether the step was skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def move_to_device(state: T, device: torch.device | str) -> T:
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Closure) -> Closure:
     """Wrap ``method`` so that calling it marks ``accelerated_optimizer`` as having stepped.
 
-    Kept for callers of the documented name; :class:`AcceleratedOptimizer` itself asks the scaler.
+    Kept for callers of the documented name; :class:`AcceleratedOptimizer` itself doesn't use it.
     """
 
     def patched_step(*args: object, **kwargs: object) -> object:
@@ -40,7 +40,7 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
 
 @final
 class _Updates:
-    """The number of updates that an optimizer has made, as a hook of its step."""
+    """A step hook that counts an optimizer's updates."""
 
     count = 0
 
@@ -49,20 +49,20 @@ class _Updates:
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer that acts only when gradients are synchronised.
+    """An optimizer wrapper that steps only when gradients are synchronised.
 
-    ``step()`` inside an incomplete accumulation window does nothing; at its end it updates the parameters, unless
-    the gradient scaler met an overflow, which sets ``step_was_skipped``.
+    ``step()`` inside an incomplete accumulation window does nothing. At the window's end it updates the parameters,
+    unless the gradient scaler found an overflow, which sets ``step_was_skipped``.
 
     Args:
-        optimizer: the optimizer to drive. Its state is moved to ``device``.
-        device_placement: whether the state is moved.
+        optimizer: the optimizer to wrap. Its state is moved to ``device``.
+        device_placement: whether to move the state.
         scaler: the gradient scaler of fp16 training, if any.
     """
 
-    _is_accelerate_prepared = True  # libraries ask prepared objects for it
+    _is_accelerate_prepared = True  # libraries check prepared objects for it
     _num_updates: int = 0
-    _num_skipped: torch.Tensor | None = None  # of those, steps of a fused optimizer that the device skipped
+    _num_skipped: torch.Tensor | None = None  # steps of a fused optimizer among them that the device skipped
     _step_hook: RemovableHandle | None = None
 
     def __init__(
@@ -74,13 +74,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device: torch.device | None = None,
         gradient_state: GradientState | None = None,
     ) -> None:
-        # torch's own __init__ is not run: parameter groups, state and defaults are those of the inner optimizer.
+        # torch's __init__ is not called: parameter groups, state and defaults are those of the inner optimizer.
         self.optimizer = optimizer
         self.gradient_state: GradientState = gradient_state or GradientState()
         self.device_placement = device_placement
         self._is_overflow: bool | Callable[[], bool] = False
         self._accelerate_step_called = False
-        self._has_stepped = False  # since the gradients were last cleared
+        self._has_stepped = False  # since the gradients were cleared
         self._zero_grad_takes_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         self.scaler = scaler
         if device_placement:
@@ -94,7 +94,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
         self._scaler = scaler
-        # Decided here, so that a step only checks whether it is due.
+        # Decided here, to keep the step fast.
         self._act: Callable[[Closure | None], float | None] | None = None
         if self.is_fused_into_backward:
             self._act = _do_nothing
@@ -115,7 +115,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_updates(self) -> int:
-        """Updates of the parameters in this run, and in the runs that it goes on from; may wait for the device."""
+        """The number of parameter updates in this run and the runs it resumed from; may synchronise with the device."""
         if self._num_skipped is not None:
             self._num_updates -= int(self._num_skipped.item())
             self._num_skipped = None
@@ -128,7 +128,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # -- a step ------------------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters, if this step completes a window and no gradient was infinite."""
+        """Update the parameters, if this step completes a window and no gradient is infinite."""
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
             return None
@@ -174,14 +174,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False
         else:
-            if self._updates.count and found:  # a fused kernel: only the device knows
+            if self._updates.count and found:  # a fused kernel: only the device knows whether it skipped
                 self._count_skipped(found)
-            # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
+            # Reading the flags synchronises with the device, so they are read only on demand (by the scheduler).
             self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
         return result
 
     def _count_skipped(self, found: list[torch.Tensor]) -> None:
-        """Add 1 to the steps that the device skipped, if one of the flags ``found`` is set; without waiting for it."""
+        """Add 1 to the skipped steps if one of the flags ``found`` is set, without synchronising with the device."""
         first, *others = found
         if self._num_skipped is None:
             self._num_skipped = torch.zeros_like(first)
@@ -192,10 +192,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Clear the gradients, unless an open accumulation window still needs them.
 
-        Inside a window only gradients that a step has used are cleared.
+        Inside a window, only gradients that a step has used are cleared.
 
         Raises:
-            ValueError: ``set_to_none`` was given to an optimizer that doesn't know it.
+            ValueError: ``set_to_none`` was given to an optimizer without that argument.
         """
         gradient_state = self.gradient_state
         if gradient_state.protects_gradients or not (self._has_stepped or gradient_state.sync_gradients):
@@ -213,7 +213,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last ``step()`` left the parameters alone because of an fp16 overflow."""
+        """Whether the last ``step()`` was skipped because of an fp16 overflow."""
         if callable(self._is_overflow):
             self._is_overflow = self._is_overflow()
         return self._is_overflow
@@ -288,7 +288,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        # Pickles of before call the count num_updates.
+        # Older pickles call the count num_updates.
         self.__dict__.update({"_num_updates": state.get("num_updates", 0), **state})
         self.scaler = self._scaler
 
@@ -301,10 +301,10 @@ def _do_nothing(closure: Closure | None) -> None:
 
 
 def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the per-device overflow flags of the last ``scaler.step(optimizer)``; empty for a disabled scaler.
+    """Return the overflow flags (``found_inf``) per device of the last ``scaler.step``; empty for a disabled scaler.
 
-    Read before ``scaler.update()`` forgets them. They are right for plain, foreach and fused optimizers alike
-    (a fused kernel always runs, and looks at the flag on the device).
+    Call it before ``scaler.update()`` clears them. They are valid for plain, foreach and fused optimizers (a fused
+    kernel always runs, and reads the flag on the device).
     """
     if not scaler.is_enabled():
         return []
@@ -312,7 +312,7 @@ def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 
 
 def _place_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
-    """Move the state that the optimizer already has to its parameters' devices (to ``device`` while they are meta)."""
+    """Move existing optimizer state to the parameters' devices (to ``device`` for parameters on the meta device)."""
     if not optimizer.state:
         return
     for parameter, state in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the modules to recompute in backward, and the results to keep.
+"""Activation checkpointing: which modules to recompute in the backward, and which results to keep.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022, keep what is expensive to compute and small.
@@ -23,18 +23,19 @@ from ..torch_private.modules import draws_numbers
 if TYPE_CHECKING:
     from ..plugins.recompute import ActivationCheckpointing, SavePolicy
 
-#: Called in every forward; returns the contexts of the forward and of its repetition.
+#: Called in every forward; returns the contexts of the forward and of its recomputation.
 Contexts: TypeAlias = Callable[[], Any]
 
-#: Kept results stay on their device, whatever hooks a forward runs in. From 2.15 on, torch warns unless it is told so.
+#: Kept results stay on their device, independent of a forward's saved-tensor hooks. From 2.15 on, torch warns without
+#: this option.
 _KEPT_ON_DEVICE: Final[dict[str, bool]] = dict.fromkeys(
     {"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), False
 )
 _RECOMPUTES: Final = "_recomputes_activations"
-#: The arguments by which transformers' layers get their cache.
+#: The arguments of transformers' layers for their cache.
 _CACHES: Final = ("past_key_values", "past_key_value")
 
-#: Short names of operators whose results are worth their memory: each stands for torch's kernels of one operation.
+#: Short names of operations whose results are worth keeping: each stands for torch's kernels of one operation.
 OPERATIONS: Final[dict[str, tuple[str, ...]]] = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
     "sdpa": (
@@ -51,15 +52,15 @@ OPERATIONS: Final[dict[str, tuple[str, ...]]] = {
 def recompute_activations(
     modules: Iterable[torch.nn.Module], *, offload: bool = False, save_ops: Sequence[object] | SavePolicy = ()
 ) -> None:
-    """Make each module recompute its activations in backward from its inputs, kept in CPU memory with ``offload``.
+    """Make each module recompute its activations in the backward from its inputs (in CPU memory with ``offload``).
 
-    Names and classes stay: only the instances' ``forward`` changes.
+    Names and classes stay the same; only ``forward`` of the instances changes.
 
     Args:
-        save_ops: operators whose results are kept, or a policy as torch's selective checkpointing takes it.
+        save_ops: operators whose results are kept, or a policy for torch's selective checkpointing.
 
     Raises:
-        SettingError: there is no operator of a name in ``save_ops``.
+        SettingError: ``save_ops`` has an unknown name.
     """
     contexts = _contexts(save_ops)
     options = {} if contexts is None else {"context_fn": contexts, **_KEPT_ON_DEVICE}
@@ -76,10 +77,10 @@ def chosen_modules(
     """Return the modules of ``model`` that ``options`` choose.
 
     Args:
-        units: what is chosen where ``options`` name no modules; empty: the blocks that the model repeats.
+        units: the modules to choose if ``options`` name none; if empty, the repeated blocks of the model.
 
     Raises:
-        SettingError: nothing is chosen.
+        SettingError: no module is chosen.
     """
     if options.modules is not None:
         chosen = _outermost(model, _named(model, options.modules))
@@ -94,7 +95,7 @@ def chosen_modules(
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the repeated blocks of a deep model: the named ones, else the members of its longest module list."""
+    """Return the repeated blocks of a model: those in ``_no_split_modules``, else its longest module list."""
     named: Any = getattr(model, "_no_split_modules", None)
     if named:
         return [module for module in model.modules() if type(module).__name__ in named]
@@ -104,10 +105,10 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _named(model: torch.nn.Module, wanted: str | Iterable[object]) -> list[torch.nn.Module]:
-    """Return the modules whose whole name matches ``wanted``, or listed in it by class or class name.
+    """Return the modules whose full name matches ``wanted``, or that it lists (as modules, classes or class names).
 
     Raises:
-        SettingError: the expression is none.
+        SettingError: the text isn't a regular expression.
     """
     if isinstance(wanted, str):
         try:
@@ -120,7 +121,7 @@ def _named(model: torch.nn.Module, wanted: str | Iterable[object]) -> list[torch
 
 
 def _outermost(model: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the outermost of ``chosen``: a module inside another one is recomputed with it."""
+    """Return the outermost of ``chosen``, because a module inside another one is recomputed with it."""
     kept, inside = list(dict.fromkeys(chosen)), set[torch.nn.Module]()
     for module in kept:
         inside.update(part for part in module.modules() if part is not module)
@@ -138,7 +139,7 @@ def _recomputing(original: Callable[..., object], offload: bool, options: dict[s
         _leave_out_empty_cache(kwargs)
         if not offload:
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        # Inside, the checkpoint's own hooks take the activations; this context saves only its inputs.
+        # Inside, the checkpoint's own hooks handle the activations; this context saves only its inputs.
         with save_on_cpu(pin_memory=torch.accelerator.is_available()):
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
@@ -147,7 +148,7 @@ def _recomputing(original: Callable[..., object], offload: bool, options: dict[s
 
 
 def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:
-    """Replace a cache of keys and values without any by None: a second forward would find those of the first there."""
+    """Replace an empty key-value cache by None, because the recomputation would find the first forward's entries."""
     for name in _CACHES:
         length = getattr(kwargs.get(name), "get_seq_length", None)
         if length is not None and length() == 0:
@@ -159,7 +160,7 @@ def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:
 
 
 def _contexts(save_ops: Sequence[object] | SavePolicy) -> Contexts | None:
-    """Return the context function of a forward that keeps ``save_ops``; None if it keeps nothing."""
+    """Return the context function of a forward that keeps the results of ``save_ops``; None without any."""
     if callable(save_ops):
         return partial(create_selective_checkpoint_contexts, save_ops)
     operators = frozenset(found for wanted in save_ops for found in _operators(wanted))
@@ -168,7 +169,7 @@ def _contexts(save_ops: Sequence[object] | SavePolicy) -> Contexts | None:
 
 def _keeping(operators: frozenset[object]) -> SavePolicy:
     def policy(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        # Of a kept result no random number is drawn again, and those after it would be others.
+        # A kept result isn't computed again, so it draws no random numbers, and later draws would differ.
         if operator in operators and not draws_numbers(operator, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -177,13 +178,13 @@ def _keeping(operators: frozenset[object]) -> SavePolicy:
 
 
 def _operators(wanted: object) -> list[object]:
-    """Return the operators, one for each overload, that ``wanted`` stands for.
+    """Return the operators of ``wanted``, one for each overload.
 
     Raises:
-        SettingError: it stands for none.
+        SettingError: there is no such operator.
     """
     if not isinstance(wanted, str):
-        overloads: Any = getattr(wanted, "overloads", None)  # of an operator with all of its overloads
+        overloads: Any = getattr(wanted, "overloads", None)  # of an operator packet
         return [wanted] if overloads is None else [getattr(wanted, name) for name in overloads()]
     if wanted in OPERATIONS:
         return [found for name in OPERATIONS[wanted] for found in _registered(f"aten::{name}")]
@@ -197,7 +198,7 @@ def _operators(wanted: object) -> list[object]:
 
 
 def _registered(name: str) -> list[object]:
-    """Return the overloads of the operator ``namespace::name`` or ``namespace::name.overload``; empty without one."""
+    """Return the overloads of the operator ``namespace::name`` or ``namespace::name.overload``; empty if unknown."""
     namespace, _, rest = name.partition("::")
     own, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace), own, None) if own else None

@@ -1,9 +1,9 @@
-"""The update of a gradient scaler: once, after the last optimizer of a window.
+"""The gradient scaler's update: once, after the step of the last optimizer of a window.
 
-``scaler.update()`` forgets of all optimizers that their gradients were unscaled, and may change the scale. Between the
-steps of two optimizers it would have the second one's gradients unscaled again, or by another scale than theirs. So it
-waits while another optimizer has gradients that no step has used, or a window is open; at the latest the next backward
-makes it (a GAN's discriminator has gradients of the generator's loss, which no step ever uses).
+``scaler.update()`` clears the unscaled state of all optimizers, and may change the scale. Between the steps of two
+optimizers, it would make the second one's gradients unscaled twice, or by a wrong scale. So the update waits while
+another optimizer has gradients that no step has used, or a window is open. It comes at the latest before the next
+backward (a GAN's discriminator has gradients of the generator's loss, which no step ever uses).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def update_once(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> None:
-    """Update ``scaler`` after the step of an optimizer; or, if others are still to step, before the next backward."""
+    """Update ``scaler`` after an optimizer's step; if others still have to step, before the next backward."""
     waits = gradient_state.has_unfinished()
     if scaler.is_enabled() and (waits or next(_waiting(scaler, gradient_state), None) is not None):
         gradient_state.update_scaler = partial(_update_between_windows, scaler, gradient_state)
@@ -31,7 +31,7 @@ def update_once(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> 
 
 
 def update_now(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> None:
-    """Update ``scaler``, and bring gradients that no step has used to the new scale."""
+    """Update ``scaler``, and convert gradients that no step has used to the new scale."""
     gradient_state.update_scaler = None
     unused = list(_waiting(scaler, gradient_state))
     before = loss_scale(scaler)
@@ -46,7 +46,7 @@ def update_now(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> N
 def _update_between_windows(scaler: torch.amp.GradScaler, gradient_state: GradientState, before_backward: bool) -> None:
     if not gradient_state.has_unfinished(before_backward=before_backward):
         update_now(scaler, gradient_state)
-    elif before_backward:  # which gives scaled gradients to optimizers that have stepped, too
+    elif before_backward:  # it adds scaled gradients also for optimizers that have stepped
         for prepared in gradient_state.scaled_optimizers:
             if prepared.scaler is scaler and has_stepped(scaler, prepared.optimizer):
                 step_again(scaler, prepared.optimizer)
@@ -55,7 +55,7 @@ def _update_between_windows(scaler: torch.amp.GradScaler, gradient_state: Gradie
 def _waiting(
     scaler: torch.amp.GradScaler, gradient_state: GradientState
 ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
-    """Iterate over the gradients of optimizers that haven't stepped since the last update of ``scaler``."""
+    """Iterate over the optimizers that haven't stepped since the last update of ``scaler``, with their gradients."""
     for prepared in gradient_state.scaled_optimizers:
         optimizer = prepared.optimizer
         if prepared.scaler is scaler and not has_stepped(scaler, optimizer):

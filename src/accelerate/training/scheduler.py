@@ -11,25 +11,25 @@ from .optimizer import AcceleratedOptimizer
 
 
 def check_mode(mode: str) -> None:
-    """Raise SettingError if ``mode`` is no scheduler mode."""
+    """Raise SettingError if ``mode`` isn't a scheduler mode."""
     if mode not in ("samples", "updates"):
         raise SettingError(f"scheduler_mode={mode!r}: a schedule is stated in 'samples' or in 'updates'.")
 
 
 class AcceleratedScheduler:
-    """A learning-rate scheduler that follows real optimizer updates.
+    """A learning-rate scheduler wrapper that steps only with optimizer updates.
 
-    Schedules are written for the length of the loader of one process. With ``split_batches=False`` a loader
-    of N processes is N times shorter, so the documented mode (``mode="samples"``) advances the schedule N
-    times a call. ``mode="updates"`` advances it once per optimizer update, for schedules stated in updates:
-    the same curve on 1, 2 and 4 processes.
+    Schedules are written for the length of one process's loader. With ``split_batches=False``, the loader of N
+    processes is N times shorter, so the documented mode (``mode="samples"``) advances the schedule N times per call.
+    ``mode="updates"`` advances it once per optimizer update, for schedules in updates: the curve is the same on 1, 2
+    and 4 processes.
 
     Args:
-        scheduler: the scheduler to drive.
-        optimizers: the prepared optimizer or optimizers that it schedules.
-        step_with_optimizer: False steps exactly as called.
-        split_batches: whether the loaders keep the global batch size, so that lengths don't change.
-        num_processes: how many processes share the data.
+        scheduler: the scheduler to wrap.
+        optimizers: the prepared optimizer or optimizers of the scheduler.
+        step_with_optimizer: False to step in every call.
+        split_batches: whether the loaders split their batches, so their lengths don't change.
+        num_processes: over how many processes the data is sharded.
         mode: ``"samples"`` or ``"updates"``.
     """
 
@@ -55,7 +55,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state: GradientState = gradient_state or GradientState()
         self._steps_per_update = 1 if split_batches or mode == "updates" else num_processes or _world_size()
-        # Only a schedule in samples has micro-batches to count.
+        # Only a schedule in samples counts micro-batches.
         self._counts_micro_batches = mode != "updates"
 
     def step(self, *args: object, **kwargs: object) -> None:
@@ -71,11 +71,11 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         if args or kwargs:
-            # A metric (ReduceLROnPlateau) is one observation however many processes made it.
+            # A metric (ReduceLROnPlateau) is one observation for any number of processes.
             self.scheduler.step(*args, **kwargs)
             return
         for _ in range(self._steps_per_update):
-            # OneCycleLR raises past its end; the rounding of lengths may ask for one step more.
+            # OneCycleLR raises after its end, and rounded lengths may need one more step.
             if getattr(self.scheduler, "total_steps", None) is None or (
                 step_count(self.scheduler) <= self.scheduler.total_steps
             ):
