@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import AccelerateError
 from ..launch.arguments import complete, config_path, program_of, settings_of
 from ..launch.choose import choose, engine_named
-from ..launch.engine import is_cpu_run
+from ..launch.engine import is_cpu_run, without_effect
 from ..launch.local import LocalProcesses, OneProcess, ProcessFailed
 from ..launch.plan import LaunchPlan
 from ..launch.preflight import Host, check_cheap, this_host
@@ -138,8 +138,10 @@ def plan_launch(
     plan = engine.plan(settings, program, host)
     port = int(plan.environment.get("MASTER_PORT", 0))
     if plan.ranks and not claim_port(port):  # another launch has chosen it, and its ranks don't listen there yet
-        plan = engine.plan(settings, program, dataclasses.replace(host, busy_ports=host.busy_ports | {port}))
-    return settings, engine, plan
+        host = dataclasses.replace(host, busy_ports=host.busy_ports | {port})
+        plan = engine.plan(settings, program, host)
+    notes = (*plan.notes, *without_effect(engine, settings, program, host, plan))
+    return settings, engine, dataclasses.replace(plan, notes=notes)
 
 
 def launch_command(args: argparse.Namespace) -> None:

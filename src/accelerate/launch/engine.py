@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..cores import threads_per_rank
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
+from ..settings.option import options_of
 from ..settings.tree import encode_settings
 from .plan import LaunchPlan, Logs, Program, parse_tee
 
@@ -49,6 +51,26 @@ class LaunchEngine(ABC):
     def dry_run(self, plan: LaunchPlan) -> None:
         """Print the plan, for ``--dry-run``."""
         print(plan.show())
+
+
+#: Options that not every engine follows.
+_OF_SOME_ENGINES: Final = ("tee", "log_dir", "role", "max_restarts", "rdzv_backend", "rdzv_conf")
+
+
+def without_effect(
+    engine: LaunchEngine, settings: Settings, program: Program, host: Host, plan: LaunchPlan
+) -> tuple[str, ...]:
+    """Return a note for each option that was given, and without which ``engine`` would have made the same ``plan``."""
+    notes: list[str] = []
+    for info in options_of(type(settings.launch)):
+        name, without = f"launch.{info.name}", copy(settings)
+        if info.name not in _OF_SOME_ENGINES or not settings.was_given(name):
+            continue
+        without.launch = copy(settings.launch)
+        setattr(without.launch, info.name, info.default)
+        if without.launch != settings.launch and engine.plan(without, program, host) == plan:
+            notes.append(f"{settings.quote(name)} has no effect: {plan.engine.partition(':')[0]} doesn't follow it")
+    return tuple(notes)
 
 
 def is_cpu_run(settings: Settings) -> bool:

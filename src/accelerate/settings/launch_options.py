@@ -113,12 +113,14 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     role: str = option("default", "The name of the group of processes in logs.", key=None, flag_default="default")
     tee: str = option(
         "0",
-        "Also write to files: 0 nothing, 1 stdout, 2 stderr, 3 both; or per local rank, such as 0:3,1:1.",
+        "Show the rank before each line of: 0 no output, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:1.",
         key=None,
         flag_aliases=("-t",),
         flag_default="0",
     )
-    log_dir: str | None = option(None, "The folder for the files of --tee.", key=None)
+    log_dir: str | None = option(
+        None, "Also write the outputs to files in this folder, one per rank and stream.", key=None
+    )
     num_cpu_threads_per_process: int | None = option(
         None, "Threads per process (OMP_NUM_THREADS).", key=None, minimum=1
     )

@@ -10,7 +10,7 @@ import pytest
 from accelerate.cores import num_cores
 from accelerate.errors import SettingError
 from accelerate.launch.choose import choose, engines
-from accelerate.launch.engine import PortInUse
+from accelerate.launch.engine import PortInUse, without_effect
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host, this_host
 from accelerate.settings.run import Settings, collect
@@ -260,3 +260,40 @@ def test_this_host_is_read_without_torch() -> None:
     host = this_host({}, cpu=True, port=None)
     assert host.kind == "cpu" and host.free_port > 0
     assert host.num_cores == num_cores() >= 1
+
+
+#: Flags by which each engine is chosen.
+ENGINES = {
+    "simple": {},
+    "local": {"num_processes": 2},
+    "torchrun": {"num_processes": 2, "launcher": "torchrun"},
+    "fault_tolerant": {"num_processes": 2, "keep_replicas": 1},
+    "mpirun": {"num_processes": 2, "launcher": "mpirun"},
+    "ray": {"num_processes": 2, "launcher": "ray"},
+    "slurm": {"num_processes": 2, "launcher": "slurm"},
+    "kubernetes": {"num_processes": 2, "launcher": "kubernetes", "k8s_image": "image"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("option", [{"tee": "3"}, {"log_dir": "logs"}, {"role": "trainer"}, {"max_restarts": 2}])
+def test_an_option_is_followed_or_said_to_have_no_effect(name: str, option: dict[str, Any]) -> None:
+    plain, chosen = settings(cpu=True, **ENGINES[name]), settings(cpu=True, **ENGINES[name], **option)
+    (flag, value), engine = next(iter(option.items())), choose(chosen, CPU_HOST)
+    try:
+        made = engine.plan(chosen, PROGRAM, CPU_HOST)
+    except SettingError as refusal:
+        assert f"--{flag}" in str(refusal)
+        return
+    notes = without_effect(engine, chosen, PROGRAM, CPU_HOST, made)
+    is_followed = engine is not choose(plain, CPU_HOST) or made != engine.plan(plain, PROGRAM, CPU_HOST)
+    assert is_followed or notes == (
+        f"`--{flag} {value}` (flag --{flag}) has no effect: {made.engine.partition(':')[0]} doesn't follow it",
+    )
+    assert not (is_followed and notes)
+
+
+def test_what_no_engine_is_asked_for_gets_no_note() -> None:
+    chosen = settings(cpu=True, num_processes=2, launcher="mpirun", max_restarts=0)
+    engine = choose(chosen, CPU_HOST)
+    assert without_effect(engine, chosen, PROGRAM, CPU_HOST, engine.plan(chosen, PROGRAM, CPU_HOST)) == ()
