@@ -139,7 +139,7 @@ def write_on_main(
             write()
         return
     coordinator = world.coordinator if world is not None and world.is_distributed else None
-    if coordinator is not None and coordinator.has_left:  # the program has destroyed the group: nobody waits
+    if coordinator is not None and coordinator.has_left:  # the program has destroyed the group: no rank waits
         if coordinator.rank == 0:
             write()
         return

@@ -122,7 +122,7 @@ class FileRecord:
 @dataclass(frozen=True)
 @final
 class Manifest:
-    """The description of a checkpoint: its files with sizes and checksums, who saved it and what was saved."""
+    """The description of a checkpoint: its files with sizes and checksums, its step, world size and details."""
 
     files: dict[str, FileRecord]
     step: int = 0

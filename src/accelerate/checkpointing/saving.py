@@ -391,7 +391,7 @@ def _details(
 
 
 def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None:
-    """Run the hooks, which write their files at once; collect the items of this rank."""
+    """Run the hooks, which write their files immediately; collect this rank's items."""
     weights, run, everything = items.weights(), items.run, not saving.selection.model_only
     run_hooks(saving.store, staging, [partial(hook, list(run.models), weights) for hook in run.save_hooks])
     saving.num_models = len(weights)

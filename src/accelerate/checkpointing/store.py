@@ -144,7 +144,7 @@ class DurableFile:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Do nothing: the file has no buffer."""
+        """Do nothing, because the file has no buffer."""
 
     def fsync_and_close(self) -> FileRecord:
         """Fsync and close the file; return its size and checksum."""
@@ -527,7 +527,7 @@ class CheckpointStore(Store):
         return self.folder
 
     def close(self) -> None:
-        """Do nothing: no files were downloaded."""
+        """Do nothing, because no files were downloaded."""
 
     def manifest(self) -> Manifest | None:
         """Read the manifest of the checkpoint here; None for a folder without one."""

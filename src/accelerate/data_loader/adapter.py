@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
-# What torch lets a user change on a loader after its construction.
+# The attributes that torch lets a user change after a loader's construction.
 _SETTABLE = (
     "num_workers",
     "pin_memory",
@@ -41,7 +41,7 @@ _SETTABLE = (
     "in_order",
 )
 
-# What torch fixes at construction.
+# The attributes that torch fixes at construction.
 _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 
 

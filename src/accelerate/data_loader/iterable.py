@@ -445,7 +445,7 @@ class StreamReader:
 
 _RANKS = ("rank", "process_index", "dp_rank")
 _COUNTS = ("num_replicas", "world_size", "num_processes", "dp_world_size")
-_INNER = ("dataset", "_datapipe", "source_datapipe", "datapipe")  # where datasets that wrap another one keep it
+_INNER = ("dataset", "_datapipe", "source_datapipe", "datapipe")  # attributes of wrapping datasets for the inner one
 _DEEPEST = 8
 
 _warned: set[str] = set()

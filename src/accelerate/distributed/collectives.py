@@ -126,7 +126,7 @@ def _shapes_only(data: object) -> Any:
 
 
 def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
-    """Return the documented message about what differs between the ranks; None when nothing does."""
+    """Return the documented message about the difference between the ranks; None without one."""
     if len(set(descriptions)) == 1:
         return None
     calls = [json.loads(text) for text in descriptions]
@@ -204,7 +204,7 @@ def _named(call: list[Any]) -> str:
 
 
 def _finish(world: World, work: Any) -> None:
-    """Wait for a started operation; on the host, check the other ranks meanwhile."""
+    """Wait for a started operation; on the host, check the other ranks during the wait."""
     if work is None:
         return
     if world.coordinator is not None and world.backend in _ON_HOST:
@@ -447,7 +447,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None, *, world: World | None = None) -> torch.Tensor:
-    """Return, on every rank, the shape of a tensor that one rank has (the others give None), as an integer tensor."""
+    """Return on every rank, as an integer tensor, the shape of a tensor that one rank passes (the others pass None)."""
     here = world_or_joined(world)
     mine = None if tensor is None else list(tensor.shape)
     found = [mine] if here.size == 1 else gather_object([mine], world=here)
@@ -458,7 +458,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None, *, world: World | None = No
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World | None = None) -> torch.Tensor:
-    """Copy a tensor that one rank has (the others give None) to the device of every rank."""
+    """Copy a tensor that one rank passes (the others pass None) to the device of every rank."""
     here = world_or_joined(world)
     mine = None if tensor is None else (list(tensor.shape), tensor.dtype)
     found = [mine] if here.size == 1 else gather_object([mine], world=here)

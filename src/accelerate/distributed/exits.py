@@ -23,7 +23,7 @@ from ..settings.env import read
 _CONNECT_SECONDS: Final = 5.0
 #: TCP keepalive: seconds of silence before the first probe, between probes, and how many may stay unanswered.
 _PROBES: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
-#: In the kernel's tables of connections.
+#: Values in the kernel's tables of TCP connections (/proc/self/net/tcp and tcp6).
 _ESTABLISHED: Final = "01"
 _IPV4_IN_IPV6: Final = "0000000000000000FFFF0000"
 
@@ -89,9 +89,9 @@ class ExitWatch:
 
 
 def has_clients(port: int) -> bool:
-    """Return whether another process is connected to ``port``, where this process serves; True where that isn't known.
+    """Return whether another process is connected to ``port``, which this process serves; True if unknown.
 
-    The kernel's tables of connections tell it, on Linux.
+    It reads the kernel's tables of TCP connections, which only Linux has.
     """
     sockets = set(_own_sockets())
     clients: set[tuple[str, str]] = set()
@@ -107,22 +107,22 @@ def has_clients(port: int) -> bool:
                     clients.add(there)
                 if int(there[1], 16) == port:
                     own.add(here)
-    # A process that serves a store is connected to it, too; where that isn't seen, nothing is.
+    # This process, which serves the store, is connected to it too; if that isn't in the tables, they show nothing.
     return not own or bool(clients - own)
 
 
 def _own_sockets() -> Iterator[str]:
-    """Return the numbers by which the kernel's tables name the sockets of this process."""
+    """Yield the inode numbers of this process's sockets, by which the kernel's tables list them."""
     with contextlib.suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # it has been closed
                 kind, _, number = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")
                 if kind == "socket":
                     yield number.strip("[]")
 
 
 def _address(text: str) -> tuple[str, str]:
-    """Return host and port of an address of the kernel's tables; the host in one form where IPv6 carries IPv4."""
+    """Split an address of the kernel's tables into host and port; return IPv4-mapped IPv6 hosts as IPv4."""
     host, _, port = text.rpartition(":")
     return host.removeprefix(_IPV4_IN_IPV6), port
 

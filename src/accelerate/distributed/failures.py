@@ -34,7 +34,7 @@ TRACEBACK_START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 #: torch marks every line of a traceback with the rank: ``[rank1]: ``
 _PREFIX = re.compile(r"(\[[^\]\s]+\]: ?)(?:Original )?$")  # "Original": raised by a DataLoader worker
-#: An exception group prints its frames and its members behind bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
+#: An exception group prints its frames and its members after bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
 _GROUP_START = re.compile(
     r"^(?P<prefix>(?:\[[^\]\s]+\]: )?) +\+ Exception Group Traceback \(most recent call last\):", re.MULTILINE
 )
@@ -49,7 +49,7 @@ _LOST_PEER = re.compile(
 )
 #: Messages that report that another process didn't come in time.
 _TIMED_OUT = re.compile(r"timed out|has waited \d+ s for the others", re.IGNORECASE)
-#: Where torch and this package talk to other ranks; errors of a collective in a backward pass come out of autograd.
+#: Files in which torch and this package communicate; autograd raises the errors of collectives in a backward pass.
 _COMMUNICATION = re.compile(r"[/\\]torch[/\\](?:distributed|autograd)[/\\]")
 _COMMUNICATION_ERROR = re.compile(r"torch\.distributed\.Dist\w*Error\b|(?:accelerate\.errors\.)?CollectiveError\b")
 #: A launcher may notice the end of a rank this much later than another rank does.
@@ -102,7 +102,7 @@ class Traceback:
 
 
 def parse_traceback(text: str) -> Traceback | None:
-    """Return the last complete traceback in ``text``, or None where there is none."""
+    """Return the last complete traceback in ``text``, or None."""
     text = _flattened(text)
     start = text.rfind(TRACEBACK_START)
     if start < 0:
@@ -160,14 +160,14 @@ class Failure:
     #: Seconds after the start at which the failure was first seen: its traceback, else its end.
     seconds: float
     traceback: Traceback | None = None
-    #: The last lines of stderr, shown where there is no traceback.
+    #: The last lines of stderr, shown if there is no traceback.
     last_lines: tuple[str, ...] = ()
     peak_memory_mib: float | None = None
-    #: What the kernel's counters say about memory, for a rank that was killed.
+    #: A sentence about the kernel's memory counters, for a rank that was killed.
     memory: str = ""
     #: The launcher itself sent the signal, because another rank had failed or because it was told to stop.
     stopped: bool = False
-    #: It had raised, and was leaving when a signal of the launcher's ended it: its exception is the failure.
+    #: The rank had raised and was exiting when the launcher's signal ended it, so its exception is the failure.
     was_leaving: bool = False
     log: Path | None = None
     #: The rank has saved after a preemption notice, and asks to be restarted.
@@ -204,7 +204,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a shell: 128 + the signal that ended the process; 1 if it had raised before ours did."""
+        """The exit code as a shell reports it: 128 + the signal; 1 if the rank raised before the launcher's signal."""
         if self.was_leaving:
             return 1
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
@@ -311,7 +311,7 @@ def _how(failure: Failure, num_ranks: int = 1) -> str:
 
 
 def how_it_ended(failure: Failure) -> str:
-    """Return how a rank ended, in one line, with what the kernel says about its memory."""
+    """Describe in one line how a rank ended, including the kernel's information about its memory."""
     parts = [f"the process {_how(failure)}"]
     if failure.traceback is not None:
         parts.append(failure.traceback.exception)
@@ -472,7 +472,7 @@ class MemoryWatch:
         return {name: count for name, count in counted.items() if count is not None}
 
     def limit_mib(self) -> float | None:
-        """Return the memory limit of this process's control group in MiB, where it has one."""
+        """Return the memory limit of this process's control group in MiB, or None."""
         unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
         for path in (
             self.root / unified / "memory.max",
@@ -509,7 +509,7 @@ _KERNEL_LOG = "/dev/kmsg"
 
 
 def _kernel_line(pid: int) -> str:
-    """Return the newest line of the kernel's log about the process being killed; empty without one."""
+    """Return the kernel's newest log line about killing the process; empty without one."""
     found = ""
     try:
         log = os.open(_KERNEL_LOG, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from ..torch_private.distributed import Store
 
-#: By the last part of a key: what the other ranks would have set there.
+#: By the last part of a key: the value that the other ranks would have set.
 _ANSWERS: Final = {
     "open": "1",
     "decision": json.dumps({"all": True, "moment": "", "names": [], "address": ""}),
@@ -61,7 +61,7 @@ class AnsweringStore(Store):
         return number + others
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Set the key if it has the expected value, or none; return what it has then."""
+        """Set the key if it has no value; return its value afterwards."""
         with self._lock:
             return self._values.setdefault(key, _as_bytes(desired))
 

@@ -100,7 +100,7 @@ def in_order(world: World | None = None) -> Generator[None]:
 
 
 class Guard(Protocol):
-    """A decorator of functions that run on some processes only, and return None on the others."""
+    """A decorator that makes a function run on some processes only, and return None on the others."""
 
     def __call__(self, function: Callable[Parameters, Result], /) -> Callable[Parameters, Result | None]: ...
 

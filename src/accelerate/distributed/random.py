@@ -65,9 +65,9 @@ def has_common_seed(world: World) -> bool:
 
 
 def seed_host_streams(seed: int) -> None:
-    """Seed the streams of the host with ``seed`` (NumPy's only where the program uses NumPy)."""
+    """Seed the streams of the host with ``seed`` (NumPy's only if the program uses NumPy)."""
     random.seed(seed)
-    # Not torch.manual_seed: where a device isn't initialised yet, that queues a call for it each time.
+    # Not torch.manual_seed: if a device isn't initialised yet, that queues a call for it each time.
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         _numpy().seed(seed % 2**32)
@@ -174,7 +174,7 @@ def set_host_stream(name: str, state: Any) -> None:
 
 
 def capture_host_streams(names: Iterable[str] = HOST_STREAMS) -> dict[str, Any]:
-    """Return the states of the named host streams; NumPy's only where the program uses NumPy."""
+    """Return the states of the named host streams; NumPy's only if the program uses NumPy."""
     return {name: host_stream(name) for name in names if name != "numpy" or "numpy" in sys.modules}
 
 
@@ -193,7 +193,7 @@ def host_streams(states: Mapping[str, Any]) -> Iterator[None]:
 
 
 def same_stream_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a stream, as :func:`host_stream` gives them, are equal."""
+    """Return whether two states from :func:`host_stream` are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and one == other

@@ -59,7 +59,7 @@ _LEAVE_SECONDS: Final = 2.0
 #: How long the rank that serves the store stays for the others after its own program has ended. torch's server looks up
 #: the name of each connecting host, and serves nobody for 5 s if no name server answers.
 _READERS_SECONDS: Final = 30.0
-#: How often it looks whether any of them still runs.
+#: How often it checks whether any of them still runs.
 _READERS_CHECK_SECONDS: Final = 0.5
 #: Up to this many ranks, each publishes every operation that it begins; beyond, only those in which it has to wait.
 _NUM_PUBLISHING: Final = 128
@@ -519,7 +519,7 @@ class Coordinator:
         return verdict
 
     def _verdict_of_all(self) -> Verdict | None:
-        """Give every running rank the time to publish its operation, then return the verdict."""
+        """Wait until every running rank has had the time to publish its operation; return the verdict."""
         seconds = min(CHECK_SECONDS, self.timeout.total_seconds()) * 1.5
         key = f"{self.number}/{self.operation}/failure"
         if self._published_number != self.number:

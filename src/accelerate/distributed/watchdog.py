@@ -254,7 +254,7 @@ class HangWatch:
         self._log_verdict(number)
 
     def _next_threshold(self, stalled_seconds: float) -> float:
-        """Return when to ask again about this hang: after all answers to this question can have come.
+        """Return the stalled seconds after which to ask again: not before the answers to this question can have come.
 
         Each answer replaces the previous one.
         """
@@ -279,7 +279,7 @@ class HangWatch:
         return time.monotonic() - self._progress_at
 
     def _ask(self, ranks: Sequence[int], question: str) -> int:
-        """Ask each of `ranks` the question, and the others nothing; return the number of the question."""
+        """Ask `ranks` the question, and tell the others to ignore it; return the number of the question."""
         number = self._request(lambda: self._store.add("hang/questions", 1))
         asked = set(ranks)
         questions = {

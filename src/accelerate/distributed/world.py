@@ -104,7 +104,7 @@ _world: World | None = None
 _debug: bool | None = None  # as set since the world was joined
 _forgotten: World | None = None  # by forget_world; its coordinator is still in use
 _releasers: list[Callable[[], object]] = []
-_num_adopted: dict[int, int] = {}  # by process: a forked child starts anew
+_num_adopted: dict[int, int] = {}  # by process id: a forked child starts at 0
 _exit_hooked: set[int] = set()
 
 
@@ -137,7 +137,7 @@ def join_world(
         timeout: how long to wait for the other processes, when joining and in every operation.
         init_method: the address of the rendezvous (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
         debug: switch the check of collectives on (`set_debug`).
-        alone: make a world of one process, whatever the environment says.
+        alone: make a world of one process, ignoring the environment.
         spmd: with a device runtime (XLA), this process drives all devices (SPMD).
         init_kwargs: passed on to `torch.distributed.init_process_group`.
 
@@ -188,7 +188,7 @@ def expected_backend(*, cpu: bool = False, backend: str | None = None) -> tuple[
 
 
 def set_debug(value: bool) -> None:
-    """Switch the check of collectives on or off, in this process, whatever ACCELERATE_DEBUG_MODE says."""
+    """Switch the check of collectives on or off in this process, overriding ACCELERATE_DEBUG_MODE."""
     global _debug
     _debug = bool(value)
 
@@ -202,7 +202,7 @@ def forget_world() -> None:
 
 
 def leave_group(group: Any = None) -> None:
-    """Destroy the given process group; without one, leave the world."""
+    """Destroy the process group ``group``; without it, leave the world."""
     if group is None:
         leave_world()
     elif _has_group():
@@ -467,13 +467,13 @@ def _call_releasers() -> None:
     for release in reversed(releasers):
         try:
             release()
-        except Exception:  # the other holders are released all the same
+        except Exception:  # the other references are still released
             logger.exception("While leaving the world, %r failed.", release)
 
 
 def _release_holders() -> None:
     """Release all known references to the process group."""
-    gc.collect()  # wrappers lie in reference cycles
+    gc.collect()  # wrappers are in reference cycles
     for ddp in _alive(torch.nn.parallel.DistributedDataParallel):
         release_ddp(ddp)
     _release_defaults()

@@ -1,4 +1,4 @@
-"""The optimizer wrapper: it steps when a window's gradients are complete, and tells whether the step was skipped."""
+"""The optimizer wrapper: it steps when a window's gradients are complete, and reports skipped steps."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is kept
+# The operators whose results are kept
 
 
 def _contexts(save_ops: Sequence[object] | SavePolicy) -> Contexts | None:
