@@ -1,4 +1,4 @@
-"""Models larger than memory: built without values, dispatched over devices, offloaded to host memory or disk."""
+"""Models larger than memory: create them without values, dispatch them over devices, offload them."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ SkipKeys = str | list[str] | None
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create parameters in the block on the meta device: without values and without memory.
+    """Create parameters in the block on the meta device, without values and without memory.
 
-    Buffers have values, unless ``include_buffers`` (left out: ``ACCELERATE_INIT_INCLUDE_BUFFERS``).
+    Buffers have values, unless ``include_buffers`` is true (default: ``ACCELERATE_INIT_INCLUDE_BUFFERS``).
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -71,7 +71,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of modules in the block, in this thread, on ``device``; buffers too if asked."""
+    """Create parameters in the block, in this thread, on ``device``; with ``include_buffers``, also buffers."""
     if include_buffers is None:
         include_buffers = flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
     target = as_device(device)
@@ -87,8 +87,8 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
 class _Registration:
     """A replacement of ``Module.register_parameter`` that moves parameters to a device chosen per thread.
 
-    torch has no switch that is for parameters only, so the method is replaced while some thread is in a block; which
-    device a thread wants is the thread's own matter.
+    torch has no setting for parameters only, so the method is replaced while any thread is in a block. Each thread has
+    its own device.
     """
 
     lock = threading.Lock()
@@ -99,7 +99,7 @@ class _Registration:
     @classmethod
     @contextmanager
     def onto(cls, device: torch.device) -> Iterator[None]:
-        """Move parameters that are registered in this block and thread to ``device``."""
+        """Move parameters registered in this block and thread to ``device``."""
         before = getattr(cls.thread_devices, "device", None)
         cls.thread_devices.device = device
         cls._enter()
@@ -130,7 +130,7 @@ class _Registration:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             original(module, name, param)
             device = getattr(cls.thread_devices, "device", None)
-            # One that is there already stays the same object: tied weights stay tied.
+            # A parameter that is already there stays the same object, so that tied weights stay tied.
             if device is not None and param is not None and param.device != device:
                 moved: Any = rebuild_parameter(param, param.detach().to(device))
                 module._parameters[name] = moved
@@ -156,7 +156,7 @@ def _attach_offload_hooks(
     device = _first_device(model) if execution_device is None else execution_device
     if not isinstance(weights, OffloadedWeightsLoader):
         weights = OffloadedWeightsLoader(state_dict=weights)
-    # First, because it has to see where the inputs came from before they move.
+    # The first hook, because it records the inputs' device before they move.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
@@ -192,7 +192,7 @@ def disk_offload(
 ) -> Module:
     """Keep the weights in files, and load them to ``execution_device`` only while their module runs.
 
-    A folder that holds the weights of such a model is used as it is, else they are written there.
+    A folder that already holds the weights of this model is reused; otherwise they are written to it.
 
     Raises:
         PreparationError: the folder holds the weights of another model.
@@ -227,9 +227,9 @@ def _check_folder(
 def cpu_offload_with_hook(
     model: Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[Module, UserCpuOffloadHook]:
-    """Keep the model in host memory, move it to the device when it is called, and back by its hook's ``offload()``.
+    """Keep the model in host memory, move it to the device when it is called, and back by ``hook.offload()``.
 
-    The model of ``prev_module_hook`` is offloaded just before this one is moved.
+    The model of ``prev_module_hook`` is offloaded just before this one is moved to the device.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -251,13 +251,13 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> Module:
-    """Put every part of the model on its device; load those on cpu and disk to ``main_device`` while they run.
+    """Move every part of the model to its device; load parts on cpu and disk to ``main_device`` while they run.
 
-    Weights on disk are read from ``offload_index`` or ``offload_dir``, and written to ``offload_dir`` first where the
-    model has them still. The map is on the model as ``hf_device_map``.
+    Weights on disk are read from ``offload_index`` or ``offload_dir``; weights still in the model are first written to
+    ``offload_dir``. The model keeps the map as ``hf_device_map``.
 
     Raises:
-        SettingError: the map leaves parts out, or sends some to disk and nothing says where.
+        SettingError: the map omits parts, or puts some on disk without a folder for them.
     """
     check_device_map(model, device_map)
     devices = set(device_map.values())
@@ -280,7 +280,7 @@ def dispatch_model(
 
 
 def _refuses_to_move(model: object) -> bool:
-    """Return whether bitsandbytes quantised the model, which then stays on its device."""
+    """Return whether bitsandbytes quantised the model, which then can't be moved."""
     quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
 
@@ -296,7 +296,7 @@ def _main_device(device_map: Mapping[str, object]) -> Any:
 
 
 def _is_host(device: Device) -> bool:
-    """Return whether a device computes in host memory, where offloading weights to the host would free nothing."""
+    """Return whether a device computes in host memory, so that offloading weights to the host would free nothing."""
     kind = as_device(device).type
     return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
 
@@ -350,7 +350,7 @@ def _offloaded_weights(
     offload_index: Mapping[str, Entry] | None,
     ties: list[list[str]],
 ) -> OffloadedWeightsLoader | None:
-    """Collect the offloaded weights from memory, folder or index; return None where nothing is offloaded."""
+    """Collect the offloaded weights from memory, folder or index; return None if nothing is offloaded."""
     present = model.state_dict()
     names = {device: [name for name in present if device_of(name, device_map) == device] for device in offload_devices}
     if not any(names.values()):
@@ -381,7 +381,7 @@ def _offloaded_weights(
 def _tied_copies(
     model: nn.Module, ties: list[list[str]], weights: OffloadedWeightsLoader | None
 ) -> tuple[TiedCopies, set[int]]:
-    """Return, by data pointer of each tied weight, its copies by device; and the pointers that stay valid."""
+    """Return the copies of each tied weight by data pointer and device; and the pointers that stay valid."""
     copies: dict[int, dict[torch.device, torch.Tensor]] = {}
     persistent: set[int] = set()
     for group in ties:
@@ -398,7 +398,7 @@ def _tied_copies(
 
 
 def _retie_on_devices(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tie the weights again whose tied names ended on one device."""
+    """Tie weights again if their tied names are on the same device."""
     for group in ties:
         devices: dict[torch.device, list[str]] = {}
         for name in group:
@@ -407,7 +407,7 @@ def _retie_on_devices(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _guard_moves(model: nn.Module) -> None:
-    """Make moving the model by hand log a warning, and raise an error while some of its weights are offloaded."""
+    """Make moving the model by hand log a warning, or raise while some weights are offloaded."""
 
     def guarded(move: Callable[..., object]) -> Callable[..., object]:
         @wraps(move)
@@ -448,15 +448,15 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Module:
-    """Load a checkpoint into the model and dispatch it; without ``device_map`` only load it.
+    """Load a checkpoint into the model and dispatch it; without ``device_map``, only load it.
 
-    A text lets the map be inferred: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators,
-    ``"balanced_low_0"`` leaves the first one as free as possible, ``"sequential"`` fills one after the other. Weights
-    that go to disk stay in the checkpoint's own safetensors files.
+    ``device_map`` may be text to infer the map: ``"auto"`` and ``"balanced"`` spread the model evenly over the
+    accelerators, ``"balanced_low_0"`` keeps the first one as free as possible, ``"sequential"`` fills them in order.
+    Weights for disk stay in the checkpoint's own safetensors files.
 
     Raises:
-        SettingError: ``device_map`` is a text that names no way.
-        CheckpointError: the checkpoint is broken, or isn't one of this model.
+        SettingError: ``device_map`` is an unknown text.
+        CheckpointError: the checkpoint is broken, or belongs to another model.
     """
     del offload_state_dict
     if isinstance(device_map, str):
@@ -521,8 +521,8 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Store the weights of linear and convolution layers in ``storage_dtype``, and compute in ``compute_dtype``.
 
-    Left out are layers whose dotted name matches one of the patterns, and modules of the given classes with all they
-    hold.
+    Layers are skipped if their dotted name matches one of the patterns, or if they are inside a module of the given
+    classes.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     _cast_layers(module, storage_dtype, compute_dtype, patterns, skip_modules_classes or (), non_blocking, "")

@@ -1,4 +1,4 @@
-"""The call site of a call, and whether it is in the user's own code; warnings about old spellings."""
+"""The call site of a call, and whether it is in the user's code; warnings about old spellings."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Final
 _PACKAGE: Final = str(Path(__file__).resolve().parent)
 #: Files that aren't the user's code: installed packages and the interpreter's library.
 _FOREIGN: Final = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
-#: Packages whose frames lie between the user's line and ours.
+#: Packages whose frames are between the user's line and ours.
 _BETWEEN: Final = (__name__.partition(".")[0], "torch", "contextlib")
 
 
 def is_own(path: str) -> bool:
-    """Return whether the file holds the user's code, not a library's and not ours."""
+    """Return whether the file is the user's code, as opposed to a library's or ours."""
     return _FOREIGN.search(path) is None and not path.startswith(_PACKAGE)
 
 
 def is_in_this_package(path: str) -> bool:
-    """Return whether the file is one of this package's."""
+    """Return whether the file belongs to this package."""
     return path.startswith(_PACKAGE + os.sep)
 
 
 def caller() -> FrameType:
-    """Return the nearest frame outside of this package and torch; the outermost one, where there is no other."""
+    """Return the nearest frame outside of this package and torch; the outermost frame if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -54,9 +54,9 @@ _is_muted: Final[ContextVar[bool]] = ContextVar("_is_muted", default=False)
 
 
 def warn_of_old_spelling(message: str) -> None:
-    """Warn (FutureWarning) at the place outside of this package that led here, once for each place in a process.
+    """Warn (FutureWarning) at the calling line outside of this package, once per line and process.
 
-    A library's code can't be edited by whoever reads the warning: all places in libraries count as one.
+    All lines in libraries count as one, because the reader of the warning can't edit them.
     """
     if _is_muted.get():
         return
@@ -72,7 +72,7 @@ def warn_of_old_spelling(message: str) -> None:
 
 @contextmanager
 def muted() -> Generator[None]:
-    """Enter a context in which this thread doesn't warn about old spellings, for objects the user didn't construct."""
+    """Enter a context in which this thread doesn't warn about old spellings in objects that the user didn't create."""
     token = _is_muted.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Construction of the Accelerator: its arguments checked, completed from the environment and turned into objects."""
+"""Construction of the Accelerator: check its arguments, add those of the environment, and create its objects."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Handlers:
 
 
 def _kinds() -> tuple[tuple[str, type], ...]:
-    """Return the classes of handlers by their names here, in order: a recipe class may inherit from another."""
+    """Return the classes of handlers by their names here, in order, because a recipe class may inherit from another."""
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
@@ -104,11 +104,11 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp
     """Sort ``kwargs_handlers`` by kind.
 
     Args:
-        functions: finds ``TERecipeKwargs``, in whose place a library on top may have put another class.
+        functions: returns ``TERecipeKwargs``, which a library on top may have replaced.
 
     Raises:
-        AssertionError: an entry is no KwargsHandler (the documented exception).
-        SettingError: two entries of one kind.
+        AssertionError: an entry isn't a KwargsHandler (the documented exception).
+        SettingError: two entries have the same kind.
     """
     handlers = Handlers()
     if isinstance(kwargs_handlers, KwargsHandler):
@@ -137,7 +137,7 @@ def install_exception_hooks() -> None:
     """Install hooks that format an uncaught exception and record it for the launcher."""
     from .distributed.failures import record_uncaught
 
-    install_rich_tracebacks()  # first: it replaces the hook that the other one extends
+    install_rich_tracebacks()  # first, because it replaces the hook that the next call extends
     record_uncaught(env.read)
 
 
@@ -152,11 +152,11 @@ _NEW_SPELLINGS = {
 def deprecated_arguments(
     given: dict[str, object], mixed_precision: str | None
 ) -> tuple[dict[str, object], dict[str, object], str | None]:
-    """Take deprecated arguments out of ``given``, as (loader options, project options, mixed precision).
+    """Remove deprecated arguments from ``given``; return (loader options, project options, mixed precision).
 
     Raises:
-        TypeError: an argument that no version knew.
-        SettingError: ``fp16=True`` beside another ``mixed_precision``.
+        TypeError: an argument is unknown in all versions.
+        SettingError: ``fp16=True`` contradicts ``mixed_precision``.
     """
     loader = {name: given.pop(name) for name in _LOADER_SPELLINGS if name in given}
     project = {name: given.pop(name) for name in ("logging_dir",) if name in given}
@@ -178,7 +178,7 @@ def deprecated_arguments(
 
 
 def loader_configuration(config: DataLoaderConfiguration | None, old: Mapping[str, object]) -> DataLoaderConfiguration:
-    """Return ``config``, or a new one; a copy with the ``old`` spellings applied where there are any."""
+    """Return ``config``, or a new one; with ``old`` spellings, a copy that applies them."""
     config = _of_class("dataloader_config", config, DataLoaderConfiguration) or DataLoaderConfiguration()
     if old:
         config = copy(config)
@@ -190,7 +190,7 @@ def loader_configuration(config: DataLoaderConfiguration | None, old: Mapping[st
 def project_configuration(
     config: ProjectConfiguration | None, project_dir: str | PathLike[str] | None, old: Mapping[str, Any]
 ) -> ProjectConfiguration:
-    """Return ``config``, or a new one, with ``project_dir`` filled in where it has none."""
+    """Return ``config``, or a new one, with ``project_dir`` filled in if it has none."""
     if project_dir is not None and not isinstance(project_dir, (str, PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"`project_dir` has to be the path of a folder, not {type(project_dir).__name__}: {project_dir!r}."
@@ -213,10 +213,10 @@ def _of_class(argument: str, config: Config | None, kind: type[Config]) -> Confi
 
 
 def stream_names(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """Return the random streams that loaders synchronise, by default the sampler's generator, after checking the names.
+    """Return the random generators that loaders synchronise, by default the sampler's, after checking their names.
 
     Raises:
-        SettingError: there is no stream of a name; or one name was given instead of a list of them.
+        SettingError: a name is unknown, or a single name was given instead of a list.
     """
     if rng_types is None:
         return ["generator"]
@@ -231,12 +231,12 @@ def stream_names(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGTyp
 def settings_and_plugins(
     owner: object, arguments: Mapping[str, object], parameter_dtype: torch.dtype | None, known: Mapping[str, Any]
 ) -> tuple[Settings, Plugins]:
-    """Return the settings of a run and its plugins, which are groups of the settings too.
+    """Return the settings of a run and its plugins, which are also groups of the settings.
 
     Args:
-        owner: the Accelerator; libraries find its engine in the environment while it lives.
-        arguments: those of its constructor that settings are made of.
-        known: what the first Accelerator of this process was made with, as AcceleratorState shows it; empty before.
+        owner: the Accelerator; while it lives, the environment tells libraries its engine.
+        arguments: the constructor's arguments that become settings.
+        known: the values of the first Accelerator of this process, as in AcceleratorState; empty for the first one.
     """
     from .settings.run import collect
 
@@ -247,10 +247,10 @@ def settings_and_plugins(
 
 
 def inherit_from_first(settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]) -> None:
-    """Set in a further Accelerator of this process whatever it wasn't given as an argument to the first one's values.
+    """Set all values that a further Accelerator wasn't given as arguments to the first one's values.
 
-    What comes from the environment are the launcher's defaults, or what another Accelerator published: it would
-    contradict a first one that was made with arguments. The first one's precision is among the arguments already.
+    Values from the environment are the launcher's defaults, or those that another Accelerator published. They would
+    contradict a first Accelerator made with arguments. The first one's precision is already among the arguments.
     """
     if not known:
         return
@@ -272,7 +272,7 @@ def inherit_from_first(settings: Settings, arguments: Mapping[str, object], know
 def complete_plugins(
     owner: object, settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]
 ) -> Plugins:
-    """Return the plugins of a run, those that the launcher asked for included, and put them into ``settings``."""
+    """Return the plugins of a run, including those that the launcher requests, and set them in ``settings``."""
     settings.compile = dynamo = TorchDynamoPlugin.of(settings.compile)
     plugins = Plugins(dynamo=dynamo)
     if settings.fsdp is not None:
@@ -301,17 +301,17 @@ def _complete_of(group: Group, settings: Settings) -> Callable[..., tuple[object
     """Return the function of a guest that completes the engine's plugin.
 
     Raises:
-        SettingError: the guest's folder isn't there.
+        SettingError: the guest's folder is missing.
     """
     seams.check_is_there(group.name, settings.quote(group.condition))
     return seams.load(seams.guests()[group.name].plugin)
 
 
 def mesh(world: World, plugins: Plugins) -> Mesh:
-    """Return the mesh of the ParallelismConfig among ``plugins``; without one, all processes are replicas.
+    """Return the mesh of the ParallelismConfig in ``plugins``; without one, all processes are replicas.
 
     Raises:
-        SettingError: the axes don't fit the processes, or ask to shard without FSDP.
+        SettingError: the axes don't fit the processes, or shard without FSDP.
     """
     config = plugins.parallelism
     if config is None:
@@ -360,10 +360,10 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
 
 
 def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -> None:
-    """Replace fp8 by fp16 (CUDA) or bf16 in ``settings`` where this hardware doesn't have it.
+    """Replace fp8 by fp16 (CUDA) or bf16 in ``settings`` if this hardware doesn't support it.
 
     Raises:
-        SettingError: ``parameter_dtype`` beside mixed precision, or beside an engine that has its own.
+        SettingError: ``parameter_dtype`` is combined with mixed precision, or with an engine that has its own.
     """
     asked = settings.run.mixed_precision
     if parameter_dtype is not None:
@@ -386,15 +386,15 @@ def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -
 
 
 def fp8_backend(precision: Precision) -> FP8BackendType:
-    """Return the library by which ``precision`` computes in fp8."""
+    """Return the library with which ``precision`` computes in fp8."""
     return FP8BackendType.NO if precision.backend is None else FP8BackendType(precision.backend)
 
 
 def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions: Fp8Functions) -> Fp8Request:
-    """Return what arguments and settings say about fp8.
+    """Return the fp8 options of arguments and settings.
 
     Raises:
-        SettingError: torchao together with FSDP's loading from rank 0.
+        SettingError: torchao is combined with FSDP's loading from rank 0.
     """
     from .precision.fp8 import Fp8Request, choose_backend
 
@@ -435,7 +435,7 @@ def precision(
         and not world.kind.runtime
         and (plugins.fsdp is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
-    has_bf16 = functions("is_bf16_available")  # a library's, if one put its own there
+    has_bf16 = functions("is_bf16_available")  # a library may have replaced it
     chosen = choose_precision(
         label,
         world.device.type,
@@ -466,7 +466,7 @@ def parallelism(
 
 
 def join_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
-    """Return the arguments of ``join_world``: about the process group, and whether one program drives all devices."""
+    """Return the arguments of ``join_world``: for the process group, and whether one program drives all devices."""
     return {**({} if handler is None else handler.to_kwargs()), "spmd": settings.fsdp is not None}
 
 
@@ -478,7 +478,7 @@ def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: st
 
 
 def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
-    """Add the hooks to the loop of ``run``, an Accelerator, by which guests take part in it."""
+    """Add the hooks of guests to the loop of ``run``, an Accelerator."""
     held: Any = run
     hooks: LoopHooks = held.gradient_state.hooks
     if held.project_configuration.compare_replicas == "raise":
@@ -490,7 +490,7 @@ def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
 
 
 def add_loop_hooks_to_copy(run: object) -> None:
-    """Add the hooks that nothing has to ask for to the loop of ``run``, a copy in another process."""
+    """Add the hooks that are always active to the loop of ``run``, a copy in another process."""
     held: Any = run
     hooks: LoopHooks = held.gradient_state.hooks
     if not hooks.of(LoopHook):  # else it shares the loop of an Accelerator of this process

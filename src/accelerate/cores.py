@@ -1,8 +1,8 @@
-"""The cores that this process may use, and the threads of one of N ranks on a host.
+"""The CPU cores that this process may use, and the number of threads of one of N ranks on a host.
 
-A core is a physical one (hyper-threads of a core share its arithmetic units) that the process is allowed on: by its
-affinity (`taskset`, Slurm, a container's cpuset) and by the CPU quota of its control group (a container's `--cpus`).
-Where a system doesn't tell one of these, it doesn't limit.
+A core is a physical core (hyper-threads of a core share its arithmetic units). The process may use it if its affinity
+(`taskset`, Slurm, a container's cpuset) and the CPU quota of its control group (a container's `--cpus`) allow it. A
+limit that the system doesn't report is ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def usable_cpus(pid: int = 0) -> frozenset[int]:
 
 
 def num_cores(cpus: Collection[int] | None = None) -> int:
-    """Return the number of physical cores behind these logical CPUs (default: those of this process), at least 1.
+    """Return the number of physical cores of these logical CPUs (default: those of this process), at least 1.
 
-    No more than the CPU quota of this process's control group pays for, rounded down.
+    The CPU quota of this process's control group, rounded down, limits it.
     """
     cpus = usable_cpus() if cpus is None else cpus
     by_cpu: dict[int, Core] | None = None  # /proc/cpuinfo is long: read once, and only where /sys lacks it
@@ -47,28 +47,28 @@ def num_cores(cpus: Collection[int] | None = None) -> int:
 
 
 def threads_per_rank(num_ranks: int, num_cores: int) -> int:
-    """Return how many threads each of ``num_ranks`` processes that share ``num_cores`` computes with, at least 1."""
+    """Return the number of threads for each of ``num_ranks`` processes that share ``num_cores``, at least 1."""
     return max(1, num_cores // num_ranks)
 
 
 def threads_of_this_rank(local_size: int) -> int:
     """Return the number of threads for this process, one of ``local_size`` ranks on this host, at least 1.
 
-    The ranks share the cores of what started them. A launcher may have bound each rank to its part of those
-    (``mpirun --bind-to``, ``srun``, ``numactl``): the affinity is this rank's share then, and isn't divided again.
-    Both follow from the parent's affinity: an even share of the parent's cores, and no more than this process may use.
-    A shell between the launcher and the rank is bound like the rank, which then takes an even share of its own cores.
+    The ranks share the cores of the process that started them. A launcher may have bound each rank to its part of them
+    (``mpirun --bind-to``, ``srun``, ``numactl``); then the affinity is this rank's part, and isn't divided again. So a
+    rank gets an even part of its parent's cores, but no more than it may use itself. A shell between the launcher and
+    the rank has the rank's affinity; the rank then gets an even part of its own cores.
     """
     own = num_cores()
     return own if local_size <= 1 else min(own, threads_per_rank(local_size, num_cores(_parents_cpus())))
 
 
 def _parents_cpus() -> frozenset[int]:
-    """Return the CPUs of the parent process and this one; only this one's if the parent's are unknown."""
+    """Return the CPUs of the parent process and of this one; only this one's if the parent's are unknown."""
     own = usable_cpus()
     try:
         return usable_cpus(os.getppid()) | own
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return own
 
 
@@ -82,7 +82,7 @@ def _core_by_topology(cpu: int) -> Core | None:
 
 
 def _cores_by_cpuinfo() -> dict[int, Core]:
-    """Map each logical CPU to its core; leave out those without ``core id`` (virtual machines, most of ARM)."""
+    """Return the core of each logical CPU, without CPUs that have no ``core id`` (virtual machines, most of ARM)."""
     try:
         blocks = _CPUINFO.read_text(encoding="utf-8").strip().split("\n\n")
     except OSError:
@@ -97,12 +97,12 @@ def _cores_by_cpuinfo() -> dict[int, Core]:
 
 
 def _quota() -> float | None:
-    """Return how many CPUs' worth of time this process's control groups allow it; None without a limit."""
+    """Return the number of CPUs that this process's control groups allow; None without a limit."""
     return min(_quotas(), default=None)
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the limit of each control group around this process, in either version of the control groups' files."""
+    """Yield the limit of each control group of this process, in version 1 or 2 of the control groups' files."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:

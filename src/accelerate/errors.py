@@ -1,23 +1,23 @@
 """The exceptions of this package, as one tree.
 
-Each is also the built-in exception that callers of the documented interface already catch, so that
-``except ValueError`` around a constructor keeps working::
+Each is also the built-in exception that callers of the documented interface catch, so that ``except ValueError``
+around a constructor keeps working::
 
     AccelerateError
-    ├── SettingError          (ValueError)           a value that was asked for can't be honoured
-    │   ├── ConfigFileNotFound (FileNotFoundError)   the configuration file isn't there
-    │   ├── InputEnded                               the answers ended before the questions
-    │   └── PortInUse         (ConnectionError)      something listens on the port already
-    ├── PreparationError      (ValueError)           objects that can't be prepared together
-    ├── MissingDependency     (ImportError)          an optional package is absent or too old
-    ├── NotBuilt              (NotImplementedError)  a documented feature that this version doesn't have
+    ├── SettingError          (ValueError)           a requested value can't be used
+    │   ├── ConfigFileNotFound (FileNotFoundError)   the configuration file doesn't exist
+    │   ├── InputEnded                               the input ended before the last question
+    │   └── PortInUse         (ConnectionError)      a program already listens on the port
+    ├── PreparationError      (ValueError)           objects can't be prepared together
+    ├── MissingDependency     (ImportError)          an optional package is missing or too old
+    ├── NotBuilt              (NotImplementedError)  a documented feature isn't implemented
     ├── WorldError            (RuntimeError)         the processes can't form, or no longer form, one world
     ├── CollectiveError       (RuntimeError)         ranks disagree about a collective operation
     │   └── UnequalTensors                           the same operation, with tensors of different shapes
     ├── MemoryExhausted       (RuntimeError)         memory ran out, and smaller parts don't help
     ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
-    ├── ReplicaError          (RuntimeError)         ranks that should hold the same parameters don't
-    ├── HardwareError         (RuntimeError)         a rank computes or remembers wrong
+    ├── ReplicaError          (RuntimeError)         replicas of the same parameters differ between ranks
+    ├── HardwareError         (RuntimeError)         a rank computes or stores wrong values
     ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
     ├── Refused               (ValueError)           a script can't be migrated
     ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
@@ -28,70 +28,70 @@ Each is also the built-in exception that callers of the documented interface alr
         ├── CheckpointNotFound (FileNotFoundError, ValueError)
         ├── CheckpointMismatch (ValueError)          names or shapes differ from the model's
         ├── EncodingError     (TypeError)            a value has no exact form without pickle
-        └── SizeError         (ValueError)           a size that is no size of a file
+        └── SizeError         (ValueError)           an invalid size of a file
 """
 
 from __future__ import annotations
 
 
 class AccelerateError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """The base class of every error that this package raises deliberately."""
 
 
 class SettingError(AccelerateError, ValueError):
-    """A requested value can't be honoured; the text says where it came from and how to correct it."""
+    """The error for a requested value that can't be used; the message says where it was set and how to correct it."""
 
 
 class PreparationError(AccelerateError, ValueError):
-    """The objects given to ``prepare`` can't be prepared together."""
+    """The error for objects that can't be prepared together."""
 
 
 class MissingDependency(AccelerateError, ImportError):
-    """An optional package is absent or too old."""
+    """The error for an optional package that is missing or too old."""
 
 
 class NotBuilt(AccelerateError, NotImplementedError):
-    """A documented feature that this version doesn't have yet; refused by name, never ignored."""
+    """The error for a documented feature that this version doesn't implement yet."""
 
 
 class WorldError(AccelerateError, RuntimeError):
-    """The processes can't form one world, or no longer form one."""
+    """The error raised if the processes can't form one world, or no longer form one."""
 
 
 class CollectiveError(AccelerateError, RuntimeError):
-    """Ranks disagree about a collective operation."""
+    """The error raised if ranks disagree about a collective operation."""
 
 
 class UnequalTensors(CollectiveError):
-    """Ranks are in the same operation with different tensors; raised on every rank."""
+    """The error for tensors that differ between ranks in the same operation; raised on every rank."""
 
 
 class MemoryExhausted(AccelerateError, RuntimeError):
-    """Memory ran out, and smaller parts don't help."""
+    """The error raised if memory runs out and smaller parts don't help."""
 
 
 class RunStopped(AccelerateError, RuntimeError):
-    """All ranks have agreed to end the run, because of its loss or because a rank asked for it."""
+    """The error with which all ranks end a run, because of its loss or because a rank requested it."""
 
 
 class ReplicaError(AccelerateError, RuntimeError):
-    """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
+    """The error for replicas that differ between ranks; the message names the tensor and the rank."""
 
 
 class HardwareError(AccelerateError, RuntimeError):
-    """A rank computes or remembers wrong; raised on every rank, and the text names rank, tensor and update."""
+    """The error for a rank with wrong values; raised on every rank, it names the rank, the tensor and the update."""
 
 
 class LaunchError(AccelerateError, RuntimeError):
-    """Processes couldn't be started, or died."""
+    """The error for processes that couldn't be started, or died."""
 
 
 class CheckpointError(AccelerateError, RuntimeError):
-    """A checkpoint can't be written, read or trusted."""
+    """The error for a checkpoint that can't be written, read or trusted."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
-    """No checkpoint lies where one was looked for."""
+    """The error for a checkpoint that doesn't exist."""
 
 
 #: The documented name of :class:`CollectiveError`.
@@ -99,12 +99,12 @@ DistributedOperationException = CollectiveError
 
 
 class ReplicaWarning(UserWarning):
-    """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
+    """The warning about replicas that differ between ranks; the message names the tensor and the rank."""
 
 
 class HardwareWarning(UserWarning):
-    """A rank computes or remembers wrong, or what it computes can't be compared; the text names the tensor."""
+    """The warning about a rank with wrong values, or about a computation that can't be compared."""
 
 
 class ResumeWarning(UserWarning):
-    """A saved position couldn't be continued exactly; the text says why."""
+    """The warning about a saved position that can't be continued exactly; the message says why."""

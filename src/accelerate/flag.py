@@ -1,4 +1,4 @@
-"""A callable truth value, for scripts that write ``accelerator.is_main_process()``."""
+"""A callable boolean, for scripts that call ``accelerator.is_main_process()``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import final
 
 @final
 class Flag(int):
-    """``bool`` in both spellings of the interface: ``if flag:`` and ``if flag():``."""
+    """A boolean that also works as a function: ``if flag:`` and ``if flag():``."""
 
     def __new__(cls, value: bool) -> Flag:
         return super().__new__(cls, bool(value))

@@ -1,6 +1,6 @@
-"""Inference through a pipeline: each process computes some of a model's layers, on micro-batches in turn.
+"""Pipelined inference: each process computes some of a model's layers, on micro-batches in turn.
 
-Only the first process needs the inputs; the last one has the output, or all have it with ``gather_output``.
+Only the first process needs the inputs. The last one gets the output; with ``gather_output``, all processes do.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Assign modules to processes in order, each at most a tenth above the even share in bytes.
+    """Assign modules to processes in order, each at most 10 % above an even share of the bytes.
 
-    The last process takes what is left. ``max_memory`` gives the bytes of each process itself.
+    The last process gets the rest. ``max_memory`` sets the bytes of each process explicitly.
     """
     sizes = compute_module_sizes(model)
     even_limit = int(sizes[""] / num_processes * 1.1)
@@ -47,14 +47,14 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, object] | None) -> int | None:
-    """Return the number of samples in the first argument that has any; None if there is none."""
+    """Return the number of samples in the first argument with tensors; None if there is none."""
     values = [*(args or ()), *(kwargs or {}).values()]
     return next((size for size in map(ignorant_find_batch_size, values) if size is not None), None)
 
 
 @final
 class PipelineStage:
-    """The pipeline stage of this process, with its communication to the neighbouring stages."""
+    """The pipeline stage of this process, with its communication with the neighbouring stages."""
 
     def __init__(self, stage: nn.Module, world: World, num_chunks: int, kwargs: Sequence[str]) -> None:
         self.stage: nn.Module = stage
@@ -62,7 +62,7 @@ class PipelineStage:
         self._world, self._kwargs = world, tuple(kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one batch; return the output on the last process, else None. Inputs are read on the first one."""
+        """Run one batch; return the output on the last process, else None. Only the first process reads inputs."""
         is_first, is_last = self._world.is_main, self._world.is_last
         parts = list(self._micro_batches(args, kwargs)) if is_first else []
         metadata: list[TensorMeta] = [] if is_first else self._receive_metadata()
@@ -121,10 +121,10 @@ def build_pipeline(
     kwargs: Mapping[str, object] | None,
     num_chunks: int,
 ) -> PipelineStage:
-    """Return the stage of ``model`` that belongs to this process, on its device.
+    """Return this process's stage of ``model``, on its device.
 
     Raises:
-        SettingError: the points make another number of stages than there are processes.
+        SettingError: the number of stages isn't the number of processes.
     """
     world = world_or_joined(None)
     if len(split_points) + 1 != world.size:
@@ -142,7 +142,7 @@ def pippy_forward(
 ) -> Any:
     """Run one batch through all stages; return the output on the last process (all with ``gather_output``), else None.
 
-    A batch that ``num_chunks`` doesn't divide is filled up, and the output cut to its size.
+    If ``num_chunks`` doesn't divide the batch, it is padded, and the output is cut to its size.
     """
     world = world_or_joined(None)
     size = None
@@ -166,7 +166,7 @@ def _padded(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
 
 
 def _broadcast_output(output: object, world: World) -> Any:
-    """Broadcast the output of the last process to all."""
+    """Broadcast the output of the last process to all processes."""
     leaves, structure = tree_flatten(output)
     metadata, spec = broadcast_object(
         ([TensorMeta.of(leaf) for leaf in leaves], structure) if world.is_last else None, world.size - 1
@@ -199,19 +199,19 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Make the forward of ``model`` run through all processes, each of which computes some of its layers.
+    """Make the forward of ``model`` run on all processes, each of which computes some layers.
 
     Args:
-        split_points: names of the modules at which the second and later processes begin; ``"auto"``: about equal
-            parts by size.
-        no_split_module_classes: names of classes whose modules stay in one piece.
-        example_args: positional inputs to trace the forward with, of one part of a batch.
-        example_kwargs: keyword inputs to trace it with.
-        num_chunks: into how many parts a batch is cut; by default one for each process.
-        gather_output: whether all processes get the output, instead of only the last.
+        split_points: names of the modules at which the second and later processes begin; ``"auto"`` makes parts of
+            about equal size.
+        no_split_module_classes: names of classes whose modules are never split.
+        example_args: positional inputs to trace the forward, for one micro-batch.
+        example_kwargs: keyword inputs to trace it.
+        num_chunks: the number of micro-batches in a batch; by default, one per process.
+        gather_output: whether all processes get the output, or only the last one.
 
     Raises:
-        SettingError: the points and the processes don't fit, or no inputs were given.
+        SettingError: the split points don't fit the processes, or no inputs were given.
         PreparationError: the forward can't be traced.
     """
     world = world_or_joined(None)

@@ -1,4 +1,4 @@
-"""Names of a module that are imported when they are first used (PEP 562)."""
+"""Names of a module that are imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of ``module``.
+    """Return a ``__getattr__`` for ``module``.
 
-    The names aren't cached in ``module``, so that another library's replacement of one, here or at its home, counts.
+    The names aren't cached in ``module``, so that another library may replace one, here or in its own module.
 
     Args:
-        package: the package of the homes.
-        homes: submodule of ``package`` -> the names that are defined there, with spaces between.
+        package: the package of the submodules.
+        homes: submodule of ``package`` -> the names defined there, separated by spaces.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 

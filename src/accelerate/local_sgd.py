@@ -1,4 +1,4 @@
-"""Local SGD: replicas train on their own for some steps, then take the mean of their parameters."""
+"""Local SGD: replicas train independently for some steps, then average their parameters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LocalSGD:
                 optimizer.step()
                 local_sgd.step()
 
-    On leaving, the parameters are averaged once more. One process, or ``enabled=False``, trains as without
-    it.
+    The parameters are averaged once more at the end of the context. It has no effect on one process, or with
+    ``enabled=False``.
 
     Raises:
-        NotBuilt: the processes don't hold whole replicas of the model (it is sharded, or wasn't prepared).
+        NotBuilt: the processes don't have full replicas of the model (it is sharded, or wasn't prepared).
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class LocalSGD:
     ) -> None:
         if self._no_sync is None:
             return
-        if error is None:  # after an error the other processes may be elsewhere: no collective then
+        if error is None:  # after an error the other processes may not reach this collective
             self._average_parameters()
         self._no_sync.__exit__(kind, error, traceback)
         self._no_sync = None
 
     def step(self) -> None:
-        """Count one more step; average the parameters at every ``local_sgd_steps``-th."""
+        """Count one step; average the parameters at every ``local_sgd_steps``-th one."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average_parameters()

@@ -1,4 +1,4 @@
-"""Loggers that know their process: they log once, on every rank, or on each rank in turn."""
+"""Process-aware loggers: they log once, on every rank, or on each rank in turn."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ _logged_once: set[tuple[str, str]] = set()
 class MultiProcessAdapter(_Adapter):
     """A logger whose lines begin with ``[RANK n]`` and, by default, come from the main process only.
 
-    Every logging call takes two more keywords:
+    Every logging call takes two additional keywords:
 
     - ``main_process_only=True``: False logs on every process.
-    - ``in_order=False``: True logs on every process, one after the other. Every process must make the call
-      then.
+    - ``in_order=False``: True logs on every process, one after the other. Then every process must make the call.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg`` where this process's rank and the two keywords say so.
+        """Log ``msg`` if this process's rank and the two keywords say so.
 
         Raises:
             WorldError: neither a ``PartialState`` nor an ``Accelerator`` exists yet.
@@ -67,7 +66,7 @@ class MultiProcessAdapter(_Adapter):
                 self.logger.log(level, message, *args, **options)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        """Return the message with the rank before it."""
+        """Return the message with the rank in front."""
         world = current_world()
         return (str(msg) if world is None else f"[RANK {world.rank}] {msg}"), kwargs
 
@@ -82,7 +81,7 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the process-aware logger ``name``, set to ``log_level`` (else ``ACCELERATE_LOG_LEVEL``)."""
+    """Return the process-aware logger ``name`` with ``log_level`` (default: ``ACCELERATE_LOG_LEVEL``)."""
     level = log_level if log_level is not None else env.read("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level:
@@ -91,10 +90,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def install_rich_tracebacks() -> None:
-    """Show this process's tracebacks by ``rich`` where ``ACCELERATE_ENABLE_RICH`` asks for it.
+    """Show this process's tracebacks with ``rich`` if ``ACCELERATE_ENABLE_RICH`` is set.
 
     Raises:
-        MissingDependency: it is asked for, and ``rich`` isn't installed.
+        MissingDependency: it is set, and ``rich`` isn't installed.
     """
     if env.flag("ACCELERATE_ENABLE_RICH"):
         require("rich.traceback", "rich", purpose="ACCELERATE_ENABLE_RICH").install(show_locals=False)

@@ -1,4 +1,4 @@
-"""Import path kept for compatibility: the mesh of the axes of parallelism."""
+"""Import path kept for compatibility: the mesh of the parallelism axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traversal of modules, replacement of their tensors, attributes by dotted name and nested dicts."""
+"""Traverse modules, replace their tensors, get attributes by dotted name, merge nested dicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return True if ``tensor`` is a DTensor, of which each device holds a shard; by name: importing it is slow."""
+    """Return True if ``tensor`` is a DTensor; it compares the class's name, because importing the class is slow."""
     held = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     return any(kind.__name__ == "DTensor" for kind in (type(tensor), type(held)))
 
@@ -33,7 +33,7 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: torch.nn.Module, return_fqns: bool = False
 ) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
-    """Return the modules of the model, children always before their parent, the model itself last.
+    """Return the modules of the model, children before their parent and the model itself last.
 
     With ``return_fqns``, each comes with its dotted name (the model's is empty).
     """
@@ -52,7 +52,7 @@ Place = tuple[torch.nn.Module, str]
 
 
 def parameter_places(model: torch.nn.Module) -> dict[int, list[Place]]:
-    """Return by the id of each parameter all places where ``model`` has it; a tied one has several."""
+    """Return all places of each parameter in ``model``, by the parameter's id; a tied one has several."""
     places: dict[int, list[Place]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -62,7 +62,7 @@ def parameter_places(model: torch.nn.Module) -> dict[int, list[Place]]:
 
 
 def put_parameter(places: Iterable[Place], parameter: torch.Tensor) -> None:
-    """Put ``parameter`` (or a substitute tensor) into all ``places``, instead of their current parameters."""
+    """Put ``parameter`` (or a replacement tensor) into all ``places``."""
     for module, name in places:
         module._parameters[name] = parameter  # pyright: ignore[reportArgumentType]
 
@@ -70,7 +70,7 @@ def put_parameter(places: Iterable[Place], parameter: torch.Tensor) -> None:
 def replace_tensors(
     model: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = False
 ) -> None:
-    """Replace every parameter of ``model`` by ``replacement(parameter)``, and buffers too; tied ones stay tied."""
+    """Replace every parameter of ``model`` by ``replacement(parameter)``, with ``buffers`` also buffers; keep ties."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers) if buffers else (module._parameters,):
@@ -82,7 +82,7 @@ def replace_tensors(
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move ``tensor`` to ``device`` in place, so that optimizers and tied modules still have it."""
+    """Move ``tensor`` to ``device`` in place, so that optimizers and tied modules keep the same object."""
     if tensor.device == device:
         return
     if takes_data_of(tensor, device):
@@ -95,14 +95,14 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def move_in_place(module: torch.nn.Module, device: torch.device) -> None:
-    """Move the tensors of ``module`` to ``device``; other modules that have the same objects find them there."""
+    """Move the tensors of ``module`` to ``device``; other modules that share them see them there."""
     for tensor in [*module.parameters(), *module.buffers()]:
         move_tensor(tensor, device)
     module.to(device)
 
 
 def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return ``model.to(device)`` with its tied weights still tied: a move to a device of an extension unties them."""
+    """Return ``model.to(device)`` with tied weights still tied, which moves to extension devices would untie."""
     tied = [places for places in parameter_places(model).values() if len(places) > 1]
     model = model.to(device)
     for places in tied:
@@ -113,7 +113,7 @@ def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Return whether some parameter of the model is a distributed tensor."""
+    """Return whether a parameter of the model is a DTensor."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -122,7 +122,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge ``source`` into ``destination``, dicts within dicts too, and return it."""
+    """Merge ``source`` into ``destination``, including nested dicts, and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -132,7 +132,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def get_pretty_name(obj: object) -> str:
-    """Return a name to show for an object: its own qualified name, else its class's, else its text."""
+    """Return a name for an object: its own qualified name, else its class's, else its text."""
     if getattr(obj, "__qualname__", None) is None and getattr(obj, "__name__", None) is None:
         obj = getattr(obj, "__class__", obj)
     for attribute in ("__qualname__", "__name__"):
@@ -145,7 +145,7 @@ def get_pretty_name(obj: object) -> str:
 def get_model_tp_size(model: object) -> int | None:
     """Return the tensor-parallel size with which ``model`` was loaded; None if unknown.
 
-    transformers notes it in the model's ``tp_size``, from version 5 on in its ``config.distributed_config``.
+    transformers stores it in the model's ``tp_size``, from version 5 on in its ``config.distributed_config``.
     """
     size = getattr(model, "tp_size", None)
     if not isinstance(size, int):

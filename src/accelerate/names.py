@@ -1,4 +1,4 @@
-"""Names shared between programs: of files, and of variables that connect a launcher and its ranks."""
+"""Names shared between programs: file names, and variables that connect a launcher and its ranks."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ MANIFEST_NAME: Final = "manifest.json"
 
 
 def engine_tag(index: int = 0) -> str:
-    """Return the name of the folder that DeepSpeed's engine of model ``index`` writes inside a checkpoint."""
+    """Return the name of the folder inside a checkpoint that DeepSpeed's engine of model ``index`` writes."""
     return f"{MODEL_NAME}_{index}" if index else MODEL_NAME

@@ -1,7 +1,7 @@
 """Tensors in nested lists, tuples and dicts: map, measure, slice and concatenate them.
 
-Containers keep their type: a namedtuple comes back as the same namedtuple, a ``BatchEncoding`` as a
-``BatchEncoding``. Nothing here knows about processes.
+Containers keep their type: a namedtuple stays the same namedtuple, a ``BatchEncoding`` stays a ``BatchEncoding``.
+These functions don't communicate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorInformation:
 
 
 def chained_operation(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
-    """Decorate `function` so that its inner operations report disagreements under its own name."""
+    """Decorate `function` so that errors in its inner operations are reported under its own name."""
 
     @functools.wraps(function)
     def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
@@ -86,10 +86,10 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Any:
-    """Return ``data`` with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
+    """Return ``data`` with every leaf that passes ``test_type`` replaced by ``func(leaf, *args, **kwargs)``.
 
     Raises:
-        TypeError: a leaf of another type was met and ``error_on_other_type`` is set.
+        TypeError: there is a leaf of another type, and ``error_on_other_type`` is set.
     """
 
     def walk(item: object) -> object:
@@ -111,7 +111,7 @@ def recursively_apply(
 
 
 def flat_tensors(data: Any) -> list[torch.Tensor] | None:
-    """Return the items of a plain dict, list or tuple that holds only tensors; None for anything else."""
+    """Return the items of a plain dict, list or tuple that contains only tensors; None for any other object."""
     kind = cast("type[Any]", type(data))
     if kind is not dict and kind is not list and kind is not tuple:
         return None
@@ -145,13 +145,13 @@ def send_to_device(
 ) -> Any:
     """Return ``tensor`` (any nested container) with every object that has ``.to`` moved to ``device``.
 
-    ``skip_keys`` names entries of mappings that stay where they are.
+    ``skip_keys`` names entries of mappings that aren't moved.
     """
     if isinstance(tensor, torch.Tensor):  # first, because it is the hot path of the loaders
         return tensor.to(device, non_blocking=non_blocking)
     move = getattr(tensor, "to", None)
     if callable(move) and not isinstance(tensor, type) and not (skip_keys and isinstance(tensor, Mapping)):
-        # Before the containers: a PackedSequence or a BatchEncoding knows better what of it moves.
+        # Before the containers, because a PackedSequence or a BatchEncoding has its own `to`.
         return _move(move, device, non_blocking)
     if isinstance(tensor, (tuple, list)):
         items = cast("list[object]", tensor)
@@ -175,7 +175,7 @@ def _move(move: Callable[..., object], device: torch.device | str | int, non_blo
 
 
 def get_data_structure(data: object) -> Any:
-    """Return ``data`` with a :class:`TensorInformation` in place of every tensor."""
+    """Return ``data`` with every tensor replaced by a :class:`TensorInformation`."""
 
     def describe(tensor: torch.Tensor) -> TensorInformation:
         return TensorInformation(tensor.shape, tensor.dtype)
@@ -184,7 +184,7 @@ def get_data_structure(data: object) -> Any:
 
 
 def get_shape(data: object) -> Any:
-    """Return ``data`` with its shape, as a list, in place of every tensor."""
+    """Return ``data`` with every tensor replaced by its shape, as a list."""
 
     def shape(tensor: torch.Tensor) -> list[int]:
         return list(tensor.shape)
@@ -193,7 +193,7 @@ def get_shape(data: object) -> Any:
 
 
 def initialize_tensors(data_structure: object) -> Any:
-    """Return empty tensors in the given structure of :class:`TensorInformation`."""
+    """Return empty tensors in a given structure of :class:`TensorInformation`."""
 
     def allocate(info: TensorInformation) -> torch.Tensor:
         return torch.empty(info.shape, dtype=info.dtype)
@@ -202,7 +202,7 @@ def initialize_tensors(data_structure: object) -> Any:
 
 
 def find_batch_size(data: object) -> int | None:
-    """Return the first dimension of the first tensor found in ``data``; None for a tensor without dimensions.
+    """Return the first dimension of the first tensor in ``data``; None if it has no dimensions.
 
     Raises:
         TypeError: the first leaf is not a tensor.
@@ -218,7 +218,7 @@ def find_batch_size(data: object) -> int | None:
 
 
 def ignorant_find_batch_size(data: object) -> int | None:
-    """Return the batch size as :func:`find_batch_size` does, but None where there is no tensor to measure."""
+    """Return the batch size like :func:`find_batch_size`, but None if there is no tensor."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -226,7 +226,7 @@ def ignorant_find_batch_size(data: object) -> int | None:
 
 
 def listify(data: object) -> Any:
-    """Return ``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
+    """Return ``data`` with tensors converted to numbers and lists (bfloat16 by way of float32)."""
 
     def convert(tensor: torch.Tensor) -> object:
         tensor = tensor.detach().cpu()
@@ -239,9 +239,9 @@ def listify(data: object) -> Any:
 def slice_tensors(
     data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``data`` with every tensor cut to ``tensor_slice`` of its first dimension.
+    """Return ``data`` with every tensor indexed by ``tensor_slice`` in its first dimension.
 
-    The two last arguments exist for slice functions of the same form that users give to dispatched loaders.
+    The last two arguments are for users' slice functions for dispatched loaders, which have the same signature.
     """
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def slice_tensors(
 def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[object, int]]:
     """Yield ``num_parts`` parts of nearly the same size, with their sizes.
 
-    Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
+    Tensors and lists with ``size`` entries are split; other objects are in every part.
     """
     edges = [size * number // num_parts for number in range(num_parts + 1)]
     for start, stop in pairwise(edges):
@@ -277,10 +277,10 @@ def _rows_of(data: object, size: int, rows: slice) -> object:
 
 @chained_operation
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """Concatenate the tensors of several equal structures along ``dim``; return a single other leaf as it is.
+    """Concatenate the tensors of several equal structures along ``dim``; return a single other leaf unchanged.
 
     Raises:
-        TypeError: there are several leaves to join, and they are no tensors.
+        TypeError: there are several leaves to join, and they aren't tensors.
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -297,7 +297,7 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
 
 
 def find_device(data: object) -> torch.device | None:
-    """Return the device of the first tensor found in ``data``; None where there is none."""
+    """Return the device of the first tensor in ``data``; None if there is none."""
     children = _children(data)
     if children is None:
         return data.device if isinstance(data, torch.Tensor) else None
@@ -308,8 +308,8 @@ _HALF_PRECISIONS: Final = (torch.float16, torch.bfloat16)
 
 
 def convert_to_fp32(tensor: object) -> Any:
-    """Return ``tensor`` (any nested container) with half-precision tensors as float32."""
-    if isinstance(tensor, torch.Tensor):  # the outputs of most steps: no walk
+    """Return ``tensor`` (any nested container) with half-precision tensors cast to float32."""
+    if isinstance(tensor, torch.Tensor):  # fast path: the output of most steps is one tensor
         return torch.Tensor.float(tensor) if tensor.dtype in _HALF_PRECISIONS else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half_precision)
 
@@ -319,7 +319,7 @@ def _is_half_precision(tensor: object) -> bool:
 
 
 def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row of every tensor until ``batch_size`` divides by ``num_processes``."""
+    """Repeat the last row of every tensor until ``num_processes`` divides ``batch_size``."""
 
     def pad(item: torch.Tensor) -> torch.Tensor:
         missing = -batch_size % num_processes

@@ -1,4 +1,4 @@
-"""Import path kept for compatibility: weights and states that wait in host memory or on disk."""
+"""Import path kept for compatibility: weights and states offloaded to host memory or disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optional packages: whether one is installed, its version, and importing it with a clear error.
+"""Optional packages: check if one is installed and its version, and import it with a clear error.
 
-A package counts as installed when it can be found *and* its metadata can be found: a folder that happens to
-have its name doesn't count. No probe imports the package, unless its docstring says so.
+A package counts as installed if both it and its metadata are found; a folder that happens to have its name doesn't
+count. The functions don't import the package, unless their docstring says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .versions import compare_versions, is_torch_version
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-#: Import name -> names of the distributions that bring it, where they differ from the import name.
+#: Import name -> names of the distributions that provide it, if they differ from the import name.
 _DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
     "PIL": ("pillow",),
     "amdsmi": ("amdsmi",),
@@ -47,7 +47,7 @@ TORCHAO_FLOOR: Final = "0.6.1"
 
 @functools.cache
 def installed_version(module: str) -> str | None:
-    """Return the version of the package that brings ``module``, or None when it isn't installed."""
+    """Return the version of the package that provides ``module``; None if it isn't installed."""
     # Imported here, because it takes time that most programs don't need to spend.
     from importlib import metadata
 
@@ -65,7 +65,7 @@ def installed_version(module: str) -> str | None:
 
 
 def can_be_found(module: str) -> bool:
-    """Return whether ``module`` is somewhere on the path; only the packages above it are imported."""
+    """Return whether ``module`` is on the path; only its parent packages are imported."""
     try:
         return find_spec(module) is not None
     except ImportError:  # of a package above it
@@ -75,7 +75,7 @@ def can_be_found(module: str) -> bool:
 
 
 def is_installed(module: str, *, at_least: str | None = None, below: str | None = None) -> bool:
-    """Return whether ``module`` is installed, from version ``at_least`` on and below ``below`` where given."""
+    """Return whether ``module`` is installed, with version ``at_least`` or later and below ``below`` if given."""
     from packaging.version import InvalidVersion, Version
 
     version = installed_version(module)
@@ -97,10 +97,10 @@ def require(
 ) -> ModuleType:
     """Import ``module`` and return it.
 
-    ``extra`` names the extra of this package that brings it, ``purpose`` what it is needed for.
+    ``extra`` names the extra of this package that installs it, ``purpose`` what it is needed for.
 
     Raises:
-        MissingDependency: the package is absent, older than ``at_least``, or fails while it is imported.
+        MissingDependency: the package is missing, older than ``at_least``, or fails to import.
     """
     top = module.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(top, (top,))[0]
@@ -121,7 +121,7 @@ def require(
 
 
 def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate ``func`` so that it raises a clear error without ``torchao``."""
+    """Decorate ``func`` to raise a clear error if ``torchao`` isn't installed."""
 
     @functools.wraps(func)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -138,7 +138,7 @@ def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters,
 
 
 def is_aim_available() -> bool:
-    """Return whether ``aim`` is installed, below version 4, which has another interface."""
+    """Return whether ``aim`` is installed, below version 4, whose interface differs."""
     return is_installed("aim", below=AIM_CEILING)
 
 
@@ -148,17 +148,17 @@ def is_amdsmi_available() -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether ``bitsandbytes`` is installed, in at least ``min_version`` where given."""
+    """Return whether ``bitsandbytes`` is installed, with at least ``min_version`` if given."""
     return is_installed("bitsandbytes", at_least=min_version)
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether ``bitsandbytes`` is installed and knows 4-bit weights."""
+    """Return whether ``bitsandbytes`` is installed and supports 4-bit weights."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Return whether ``bitsandbytes`` is installed and knows 8-bit weights."""
+    """Return whether ``bitsandbytes`` is installed and supports 8-bit weights."""
     return is_bnb_available("0.37.2")
 
 
@@ -231,7 +231,7 @@ def is_msamp_available() -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether ``numpy`` is installed, in at least ``min_version``."""
+    """Return whether ``numpy`` is installed, with at least ``min_version``."""
     return is_installed("numpy", at_least=min_version)
 
 
@@ -298,7 +298,7 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_torchao_available() -> bool:
-    """Return whether ``torchao`` is installed, new enough for its float8 training."""
+    """Return whether ``torchao`` is installed in a version with float8 training."""
     return is_installed("torchao", at_least=TORCHAO_FLOOR)
 
 
@@ -356,5 +356,5 @@ def is_wandb_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether torch can load weights without running the code in a pickle, numpy's arrays included."""
+    """Return whether torch can load weights without running the code in a pickle, including numpy's arrays."""
     return is_torch_version(">=", "2.4.0")

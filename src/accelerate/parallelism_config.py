@@ -1,4 +1,4 @@
-"""Import path kept for compatibility: how a run is spread over the axes of a mesh."""
+"""Import path kept for compatibility: the sizes of the parallelism axes of a run."""
 
 from __future__ import annotations
 

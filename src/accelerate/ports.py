@@ -1,4 +1,4 @@
-"""TCP ports of this host: whether one is in use, free ones, and claims between launches."""
+"""TCP ports of this host: check if one is in use, find free ones, and claim them between launches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NUM_ATTEMPTS: Final = 64
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Return whether something on this host listens on ``port`` (default 29500)."""
+    """Return whether a program on this host listens on ``port`` (default 29500)."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         return probe.connect_ex(("localhost", int(DEFAULT_PORT if port is None else port))) == 0
 
 
 def get_free_port() -> int:
-    """Return a port that nothing on this host listens on now, outside of the range of outgoing connections.
+    """Return a port on which no program of this host listens, outside of the range for outgoing connections.
 
-    Nothing keeps it free until the caller binds it, which for a launcher is seconds later, in its rank 0. In the range
-    out of which systems number outgoing connections (from 32768 on Linux, 49152 elsewhere) any connection of any
-    program could have taken it by then, even one that looks for this very port.
+    The port may be taken before the caller binds it, which for a launcher is seconds later, in its rank 0. In the range
+    for outgoing connections (from 32768 on Linux, 49152 elsewhere), any connection of any program could take it by
+    then, even one that looks for this very port.
     """
-    # A generator of its own: the user's streams stay where they are, and two launchers don't make the same choice.
+    # Its own generator, so that the user's random state doesn't change and two launchers choose differently.
     choose = random.SystemRandom().randrange
     for port in (*(choose(*_LISTENING_PORTS) for _attempt in range(_NUM_ATTEMPTS)), 0):
         with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
@@ -45,10 +45,11 @@ _claims: dict[int, socket.socket] = {}
 
 
 def claim_port(port: int) -> bool:
-    """Claim ``port`` among the launches of this host; return whether no other one has.
+    """Claim ``port`` among the launches of this host; return whether no other launch has claimed it.
 
-    A launcher only chooses the port; its rank 0 listens there seconds later. Between the two a second launcher would
-    find it free, and the ranks of both would meet. Always True on other systems than Linux, which lack such names.
+    A launcher only chooses the port; its rank 0 listens on it seconds later. In between, a second launcher would find
+    it free, and the ranks of both would join one rendezvous. Always True on other systems than Linux, because they
+    don't have abstract socket names.
     """
     if port in _claims or not (sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")):
         return True
@@ -63,7 +64,7 @@ def claim_port(port: int) -> bool:
 
 
 def release_ports() -> None:
-    """Give up this process's claims on ports."""
+    """Release this process's claims on ports."""
     while _claims:
         with contextlib.suppress(OSError):
             _claims.popitem()[1].close()

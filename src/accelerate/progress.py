@@ -1,4 +1,4 @@
-"""A progress bar that appears once per host, not once per process."""
+"""A progress bar that is shown once per host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .optional import require
 
 
 def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any:
-    """Return a ``tqdm.auto.tqdm`` bar; with ``main_process_only``, shown by the first process of each host only.
+    """Return a ``tqdm.auto.tqdm`` bar; with ``main_process_only``, shown on the first process of each host only.
 
     Raises:
         SettingError: the first positional argument is a bool (``main_process_only`` is given by keyword).

@@ -1,7 +1,7 @@
-"""Models whose linear layers are stored in 8 or 4 bits, quantised while their weights are read.
+"""Models with linear layers in 8 or 4 bits, quantised while their weights are loaded.
 
-bitsandbytes by a :class:`BnbQuantizationConfig`, torchao by a :class:`TorchAoQuantizationConfig`. Both compute on the
-host as well as on accelerators.
+Use bitsandbytes with a :class:`BnbQuantizationConfig`, or torchao with a :class:`TorchAoQuantizationConfig`. Both
+compute on the CPU and on accelerators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAPS_TEXT: Final = ", ".join(map(repr, AutoMap))
 
 
 class CannotQuantize(AccelerateError, RuntimeError):
-    """The error where the quantisation library can't compute on this machine."""
+    """The error raised if the quantisation library can't compute on this machine."""
 
 
 def load_and_quantize_model(
@@ -48,22 +48,22 @@ def load_and_quantize_model(
     offload_folder: str | PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> Any:
-    """Quantise the model's linear layers to 8 or 4 bits while a checkpoint is loaded, and dispatch it to its devices.
+    """Quantise the model's linear layers to 8 or 4 bits while a checkpoint is loaded, and dispatch the model.
 
-    Build it under :func:`init_empty_weights`: each weight is then quantised as it is read, and the whole model is never
-    there in full precision. Modules that are skipped (by default the head, and what is tied to it) keep
-    ``torch_dtype``, or fp32 where the configuration says so.
+    Create the model under :func:`init_empty_weights`: then each weight is quantised when it is read, and the full model
+    is never in memory in full precision. Skipped modules (by default the head, and modules tied to it) keep
+    ``torch_dtype``, or fp32 if the configuration says so.
 
     Raises:
-        MissingDependency: the library that quantises isn't installed, or too old.
-        RuntimeError: it can't compute on this machine, or a model without values came without ``weights_location``.
-        SettingError: the device map is wrong, or sends 4-bit layers off the accelerator.
+        MissingDependency: the quantisation library isn't installed, or is too old.
+        RuntimeError: it can't compute on this machine, or a model without values has no ``weights_location``.
+        SettingError: the device map is wrong, or puts 4-bit layers outside the accelerators.
     """
     config = bnb_quantization_config
     _require_library(config)
     skipped = _skipped(model, config)
     if isinstance(device_map, Mapping) and len(device_map) > 1:
-        # What somebody placed off the accelerator by hand stays as it is there.
+        # Modules that the user placed outside the accelerators aren't converted.
         skipped += [name for name in _offloaded_names(device_map) if name not in skipped]
     is_bnb = isinstance(config, BnbQuantizationConfig)
     model.is_loaded_in_4bit = is_bnb and config.load_in_4bit  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
@@ -121,23 +121,23 @@ def _skipped(model: nn.Module, config: Quantization) -> list[str]:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the modules that lose most by quantisation: the last one, and modules with tied weights."""
+    """Return the modules to keep in full precision: the last one, and modules with tied weights."""
     tied = [name for group in find_tied_parameters(model) for name in group]
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in tied))
     prefix = getattr(model, "base_model_prefix", None)
     if not owners and prefix is not None and getattr(model, prefix, None) is None:
-        return []  # a bare model: what follows its last module is somebody else's head
+        return []  # a model without a head
     last = [name for name, _ in model.named_children()][-1:]
     return owners + [name for name in last if name not in owners]
 
 
 def _is_skipped(name: str, skipped: Iterable[str]) -> bool:
-    """Return whether a dotted name is one of the skipped ones, contains one as a component, or lies in one."""
+    """Return whether a dotted name is a skipped one, is inside one, or contains one as a component."""
     return any(f".{key}." in f".{name}." for key in skipped)
 
 
 def _offloaded_names(device_map: Mapping[str, object]) -> list[str]:
-    """Return the names on a slower device than the one that computes."""
+    """Return the names on a slower device than the executing one."""
     computes = [device for device in device_map.values() if device not in (CPU.name, DISK)]
     offloaded = (CPU.name, DISK) if computes else (DISK,)
     return [name for name, device in device_map.items() if device in offloaded]
@@ -150,10 +150,10 @@ def get_quantized_model_device_map(
     max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Assign a device to every part of the model, by the sizes that it has when it is quantised.
+    """Assign a device to every part of the model, by the part's quantised size.
 
     Raises:
-        SettingError: the text isn't one of the known ones, or 4-bit layers would be off the accelerator.
+        SettingError: the text is unknown, or 4-bit layers would be outside the accelerators.
     """
     config = bnb_quantization_config
     skipped = _skipped(model, config)
@@ -187,7 +187,7 @@ def get_quantized_model_device_map(
 
 
 def _dtypes_of_the_rest(model: nn.Module, config: Quantization, skipped: list[str]) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter that isn't quantised: all but the weights of linear layers."""
+    """Return the dtype of each parameter that isn't quantised: all except the weights of linear layers."""
     kept, found = config.keep_in_fp32_modules or (), dict[str, torch.dtype]()
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -215,7 +215,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Iterable[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
-    """Replace the model's linear layers by those of bitsandbytes, in place, except for the named ones.
+    """Replace the model's linear layers by bitsandbytes layers in place, except the named ones.
 
     Their weights are quantised when they move to a device.
     """
@@ -256,7 +256,7 @@ def _bnb_layer(old: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return whether some layer of the model is one of bitsandbytes with 4-bit weights."""
+    """Return whether the model has a bitsandbytes layer with 4-bit weights."""
     layer: Any = require("bitsandbytes", "quantization").nn.Linear4bit
     return any(isinstance(module, layer) for module in model.modules())
 
@@ -267,7 +267,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def _torchao_quantizer(model: nn.Module, config: TorchAoQuantizationConfig, skipped: list[str]) -> Any:
-    """Return a callback that takes a loaded weight's name and quantises its module unless skipped."""
+    """Return a callback that takes a loaded weight's name and quantises its module unless it is skipped."""
     quantize = require("torchao.quantization", "fp8").quantize_
 
     def loaded(name: str) -> None:

@@ -1,8 +1,8 @@
-"""The seams: how guests attach to the core.
+"""The seams: how guests extend the core.
 
-A guest is a capability that the core never names: a folder of ``accelerate.guests``, or a package of another
-distribution that is an entry point of the group ``accelerate.guests``. Its module holds ``GUEST``, the rows by which it
-attaches. Without its folder, the core and all other guests work as before.
+A guest is a feature whose name the core doesn't contain: a folder in ``accelerate.guests``, or a package of another
+distribution with an entry point in the group ``accelerate.guests``. Its module defines ``GUEST``, which lists what it
+adds. Without its folder, the core and all other guests work as before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _GROUP: Final = "accelerate.guests"
 @final
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand of ``accelerate``.
+    """A subcommand of ``accelerate``.
 
     Args:
-        name: what is typed.
-        module: of the function ``main(arguments) -> int``, imported when the command runs.
+        name: the name on the command line.
+        module: the module with the function ``main(arguments) -> int``, imported when the command runs.
         parser: the function of that module that creates the parser.
         help: one line.
     """
@@ -41,13 +41,13 @@ class Command:
 @final
 @dataclass(frozen=True, slots=True)
 class LaunchFlag:
-    """One flag of ``accelerate launch`` that does something around the run, on the launching machine.
+    """A flag of ``accelerate launch`` that wraps the run on the launching machine in a context.
 
     Args:
         flag: ``--name``.
         help: one line.
-        begin: ``module:function``, called with the parsed arguments before the launch is planned; it returns a
-            function that takes the plan and returns a context, whose value is the plan to run.
+        begin: ``module:function``, called with the parsed arguments before the launch is planned. It returns a
+            function that takes the plan and returns a context; the context's value is the plan to run.
     """
 
     flag: str
@@ -56,36 +56,36 @@ class LaunchFlag:
 
     @property
     def dest(self) -> str:
-        """The name under which argparse stores it."""
+        """The attribute in which argparse stores it."""
         return self.flag[2:].replace("-", "_")
 
 
 class LoopHook:
-    """The base class of what a guest does at the moments of a training loop.
+    """The base class for a guest's code that runs at certain points of a training loop.
 
-    Methods that a subclass doesn't override are never called. The others are called on every rank, in the thread that
-    runs the loop; an exception in one ends the run, as anywhere in the loop.
+    Only overridden methods are called, on every rank, in the loop's thread. An exception ends the run, as anywhere in
+    the loop.
     """
 
     def begin_pass(self, loader: object) -> None:
         """Run before the first batch of a pass over a prepared ``loader`` is read."""
 
     def between_batches(self, loader: object) -> None:
-        """Run where the loop has used a batch of ``loader`` and asks for another one.
+        """Run after a batch of ``loader`` was used and before the next one is read.
 
-        A loop without a prepared loader comes here as each of its micro-batches begins, with None.
+        A loop without a prepared loader calls it with None at the start of each micro-batch.
         """
 
     def before_backward(self, loss: object, weight: object) -> None:
-        """Run before a backward pass; the loss is None where the pass is computed together with the forward.
+        """Run before a backward pass; the loss is None if forward and backward are computed together.
 
         Args:
-            loss: of the micro-batch, not scaled.
-            weight: how many items it sums over; None where it is a mean.
+            loss: the unscaled loss of the micro-batch.
+            weight: the number of items in the sum; None if the loss is a mean.
         """
 
     def after_backward(self, loss: object, weight: object) -> None:
-        """Run after a backward pass; see :meth:`before_backward`."""
+        """Run after a backward pass, with the arguments of :meth:`before_backward`."""
 
     def before_step(self, optimizer: object) -> None:
         """Run before a prepared ``optimizer`` steps at the end of an accumulation window."""
@@ -94,13 +94,13 @@ class LoopHook:
         """Run after a prepared ``optimizer`` has stepped."""
 
     def after_clip(self, norm: object) -> None:
-        """Run after gradients were clipped; ``norm`` is the one before, on the device."""
+        """Run after gradients were clipped; ``norm`` is the norm before clipping, on the device."""
 
     def before_save(self) -> None:
-        """Run where all ranks are about to save a checkpoint."""
+        """Run when all ranks are about to save a checkpoint."""
 
     def details_of_save(self, alone: bool) -> Mapping[str, object]:
-        """Return JSON values by name that the manifest of the next checkpoint is to record.
+        """Return JSON values by name for the manifest of the next checkpoint.
 
         Args:
             alone: the other ranks don't save with this one.
@@ -108,20 +108,20 @@ class LoopHook:
         return {}
 
     def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
-        """Run after a checkpoint was saved, or copied to be saved; ``details`` are those of whoever asked for it."""
+        """Run after a checkpoint was saved, or copied to be saved; ``details`` are those given to the save."""
 
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
-        """Run after a checkpoint was loaded whose manifest records ``details``."""
+        """Run after a checkpoint was loaded; its manifest has the ``details``."""
 
     def free_memory(self) -> None:
-        """Run where the Accelerator drops what it has prepared."""
+        """Run when the Accelerator drops its prepared objects."""
 
     def asks_to_end(self) -> bool:
-        """Return whether the script is to save and end, the same on all ranks (``Accelerator.preempted``)."""
+        """Return whether the script should save and end, the same on all ranks (``Accelerator.preempted``)."""
         return False
 
     def end_run(self) -> None:
-        """Run where the script calls ``end_training``."""
+        """Run when the script calls ``end_training``."""
 
 
 Hook = TypeVar("Hook", bound=LoopHook)
@@ -129,9 +129,9 @@ Hook = TypeVar("Hook", bound=LoopHook)
 
 @final
 class LoopHooks:
-    """The hooks of one training loop, as one tuple of methods for each moment; it is empty where no hook asked for it.
+    """The hooks of one training loop, as one tuple of methods for each point; empty if no hook overrides the method.
 
-    The tuples are made where a hook is added, so that the loop reads one attribute.
+    Adding a hook creates the tuples, so that the loop only reads one attribute.
     """
 
     begin_pass: tuple[Callable[[object], None], ...]
@@ -154,12 +154,12 @@ class LoopHooks:
         self._list()
 
     def add(self, hook: LoopHook) -> None:
-        """Call ``hook`` at its moments from now on, after the hooks that were added before."""
+        """Call ``hook`` from now on, after the hooks added before."""
         self._hooks = (*self._hooks, hook)
         self._list()
 
     def remove(self, hook: LoopHook) -> None:
-        """Call ``hook`` no more."""
+        """Stop calling ``hook``."""
         self._hooks = tuple(one for one in self._hooks if one is not hook)
         self._list()
 
@@ -175,31 +175,31 @@ class LoopHooks:
 
 
 class NoticeSource(Protocol):
-    """Notices to this process that all ranks shall save and end."""
+    """A source of notices to this process that all ranks should save and end."""
 
     def take(self, seconds: float) -> str | None:
-        """Wait for a notice that long, and return its reason."""
+        """Wait up to the given time for a notice, and return its reason."""
         ...
 
     def ignore(self) -> None:
-        """Take no more notices, because the ranks end."""
+        """Ignore further notices, because the ranks end."""
         ...
 
 
 class Members(ABC):
-    """The base class of how ranks agree in a world without a process group, any of whose ranks may be lost.
+    """The base class for the agreement of ranks in a world without a process group, in which any rank may be lost.
 
-    A guest makes the object where a process joins such a world (`Guest.members`); `World.members` holds it.
+    A guest creates the object when a process joins such a world (`Guest.members`); it is stored in `World.members`.
     """
 
     @property
     @abstractmethod
     def writes_files(self) -> bool:
-        """Whether this process writes what one rank writes for all."""
+        """Whether this process writes the files that one rank writes for all."""
 
     @abstractmethod
     def wait_for_everyone(self) -> None:
-        """Wait until every living rank makes this call."""
+        """Wait until every living rank calls this."""
 
     @abstractmethod
     def why_not(self, operation: str) -> str:
@@ -207,10 +207,10 @@ class Members(ABC):
 
     @abstractmethod
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
-        """Call ``save`` on one rank, and return the checkpoint's folder, its result, on all ranks.
+        """Call ``save`` on one rank; return its result, the checkpoint's folder, on all ranks.
 
         Args:
-            is_window_open: gradients of an accumulation window are to be saved too.
+            is_window_open: the gradients of an unfinished accumulation window have to be saved too.
         """
 
     @abstractmethod
@@ -224,29 +224,29 @@ class Members(ABC):
         """Return a prepared loader over the same data.
 
         Args:
-            arguments: those of `prepare_data_loader` that only a process group can follow, by name.
+            arguments: arguments of `prepare_data_loader` that need a process group, by name.
             common: the arguments of every prepared loader.
         """
 
     @abstractmethod
     def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
-        """Let all ranks save, and end with ``exit_code``, after a notice to this process.
+        """After a notice to this process, make all ranks save and end with ``exit_code``.
 
         Args:
-            start_notices: begins to listen for notices; called once in a process.
+            start_notices: starts to listen for notices; called once in a process.
         """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One parallelism strategy, imported when it is chosen.
+    """A parallelism strategy, imported when it is chosen.
 
     Args:
-        module: of the class, an absolute name.
-        name: of the class.
-        suits: ``(settings, world) -> bool``, whether the strategy trains such a run.
-        is_instead_of_others: it trains the run also where others suit; what they are asked for, it refuses.
+        module: the absolute name of the class's module.
+        name: the name of the class.
+        suits: ``(settings, world) -> bool``, whether the strategy can train such a run.
+        is_instead_of_others: it takes precedence over other strategies, and raises for their settings.
     """
 
     module: str
@@ -262,21 +262,20 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
-    """The rows by which one guest attaches; modules are absolute names, imported when they are needed.
+    """The features that one guest adds; modules are absolute names, imported when they are needed.
 
     Args:
         commands: subcommands of ``accelerate``.
         launch_flags: flags of ``accelerate launch``.
-        engines: launch engines, each as ``module:class``; they are asked before the core's own.
-        runs: functions, each as ``module:function``, that are called once with each Accelerator as soon as it is
-            constructed, and with what it was asked for under the name of the guest's folder (None: nothing). They
-            return a :class:`LoopHook`, or None.
-        functions: by names, functions that methods of the Accelerator call, each as ``module:function``.
+        engines: launch engines, each as ``module:class``; they take precedence over the core's own.
+        runs: functions, each as ``module:function``, called once with each Accelerator after its construction, and
+            with the option of the Accelerator that has the name of the guest's folder (None: not given). They return
+            a :class:`LoopHook`, or None.
+        functions: functions by name that methods of the Accelerator call, each as ``module:function``.
         strategies: parallelism strategies.
-        members: by the environment variables with which a launcher asks for it, functions, each as
-            ``module:function``, called with the rank of a process that joins such a world. They return its
-            :class:`Members`.
-        plugin: of an engine that trains in the core's place, ``module:function``, called with the settings, the
+        members: environment variable that a launcher sets -> ``module:function``, called with the rank of a process
+            that joins such a world. It returns its :class:`Members`.
+        plugin: ``module:function`` of an engine that trains instead of the core, called with the settings, the
             Accelerator's arguments and the state of the first Accelerator. It returns the plugin, or several by name,
             and the one in use, in the run's precision. The engine's group of settings has the name of the folder.
     """
@@ -293,7 +292,7 @@ class Guest:
 
 @cache
 def guests() -> dict[str, Guest]:
-    """Return the guests of this package, by the names of their folders."""
+    """Return the guests of this package by the names of their folders."""
     folder = importlib.import_module("accelerate.guests")
     names = sorted(found.name for found in pkgutil.iter_modules(folder.__path__) if found.ispkg)
     return {name: importlib.import_module(f"{folder.__name__}.{name}").GUEST for name in names}
@@ -305,13 +304,13 @@ def launch_flags() -> tuple[LaunchFlag, ...]:
 
 
 def loop_hooks(run: object, asked: Mapping[str, object]) -> Iterator[LoopHook]:
-    """Yield the hooks by which guests take part in the loop of ``run``, an Accelerator.
+    """Yield the hooks of guests for the loop of ``run``, an Accelerator.
 
     Args:
-        asked: by the names of guests' folders, what the run was asked for; None: nothing.
+        asked: the run's options by the names of guests' folders; None if an option isn't given.
 
     Raises:
-        SettingError: the run was asked for what a guest does that isn't there.
+        SettingError: an option is given whose guest is missing.
     """
     for name, value in asked.items():
         if value is not None:
@@ -324,20 +323,20 @@ def loop_hooks(run: object, asked: Mapping[str, object]) -> Iterator[LoopHook]:
 
 
 def function_of(name: str, function: str, asked: str) -> Callable[..., Any]:
-    """Return a function of the guest ``name``, for what was ``asked``.
+    """Return a function of the guest ``name``; ``asked`` is the requested feature, for the message.
 
     Raises:
-        SettingError: the guest isn't there.
+        SettingError: the guest is missing.
     """
     check_is_there(name, asked)
     return load(guests()[name].functions[function])
 
 
 def check_is_there(name: str, asked: str) -> None:
-    """Raise unless the guest ``name`` is there, which is needed for what was ``asked``.
+    """Raise if the guest ``name``, which the requested feature ``asked`` needs, is missing.
 
     Raises:
-        SettingError: its folder isn't there.
+        SettingError: its folder is missing.
     """
     if name not in guests():
         raise SettingError(
@@ -347,13 +346,13 @@ def check_is_there(name: str, asked: str) -> None:
 
 
 def strategies() -> tuple[Candidate, ...]:
-    """Return the strategies that guests bring, first those that are chosen instead of others."""
+    """Return the strategies of guests; first those that take precedence over others."""
     found = [candidate for guest in guests().values() for candidate in guest.strategies]
     return tuple(sorted(found, key=lambda candidate: not candidate.is_instead_of_others))
 
 
 def members() -> dict[str, str]:
-    """Return the functions that make the :class:`Members` of a world, by the variables that ask for them."""
+    """Return the functions that create the :class:`Members` of a world, by the variables that select them."""
     return {variable: target for guest in guests().values() for variable, target in guest.members.items()}
 
 

@@ -1,7 +1,7 @@
-"""Global views of the run: PartialState of the world, AcceleratorState of world and settings.
+"""Global views of the run: PartialState for the world, AcceleratorState for world and settings.
 
-Each class keeps one dict for all of its instances; it is empty until the world is joined. `_reset_state()` empties a
-view and never destroys the process group, which the next construction adopts.
+All instances of a class share one dict, which is empty until the world is joined. `_reset_state()` empties it without
+destroying the process group, which the next instance reuses.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ __all__ = [
     "is_initialized",
 ]
 
-#: Attributes of AcceleratorState that are there only where the run uses the paradigm.
+#: Attributes of AcceleratorState that exist only if the run uses FSDP or Megatron-LM.
 _PARADIGMS: Final = {"fsdp_plugin": "FSDP", "megatron_lm_plugin": "Megatron-LM"}
 
 
 def is_initialized() -> bool:
-    """Return True if an Accelerator has filled AcceleratorState."""
+    """Return True if an Accelerator has initialised AcceleratorState."""
     return AcceleratorState._shared_state != {}
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[object]:
-    """Return the autocast context of this process's Accelerators, or a null context without `native_amp`.
+    """Return the autocast context of this process's Accelerators; a null context without `native_amp`.
 
     Raises:
-        SettingError: no Accelerator was made yet.
+        SettingError: no Accelerator was created yet.
     """
     if not native_amp:
         return nullcontext()
@@ -95,7 +95,7 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 
 @final
 class ThreadLocalSharedDict(threading.local):
-    """A class attribute that is one dict for all instances of the class in a thread, and another one in each thread."""
+    """A class attribute that is one dict for all instances of the class, separately in each thread."""
 
     def __init__(self, thread_local: bool = False) -> None:
         del thread_local  # it always is
@@ -109,7 +109,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 class _View(ABC):
-    """The attributes shared by all instances of a class, and the methods that need only the world."""
+    """The attributes that all instances of a class share, and the methods that need only the world."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -154,15 +154,15 @@ class _View(ABC):
 
     @property
     def initialized(self) -> bool:
-        """Whether the view has been filled."""
+        """Whether the view is filled."""
         return type(self)._shared_state != {}
 
     @property
     def debug(self) -> bool:
-        """Whether collectives are checked before they run; assign it at any time, in either view."""
+        """Whether collectives are checked before they run; it can be assigned at any time, in either view."""
         world = current_world() if self.initialized else None
         if world is None:
-            raise AttributeError("debug")  # `__getattr__` says why
+            raise AttributeError("debug")  # `__getattr__` gives the reason
         return world.debug
 
     @debug.setter
@@ -176,7 +176,7 @@ class _View(ABC):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are other processes."""
+        """Whether there are several processes."""
         return self.num_processes > 1
 
     @property
@@ -191,11 +191,11 @@ class _View(ABC):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """Whether this is the last rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
+        """Wait until every process calls this."""
         process_control.wait_for_everyone(self._world())
 
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -203,11 +203,11 @@ class _View(ABC):
         return process_control.split_between_processes(inputs, apply_padding, world=self._world())
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block rank 0 runs before the others."""
+        """Enter a context whose block runs on rank 0 first, then on the others."""
         return process_control.main_process_first(self._world())
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context that the first process of every host runs before the others of its host."""
+        """Enter a context whose block runs first on the first process of each host, then on the others."""
         return process_control.local_main_process_first(self._world())
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -216,17 +216,17 @@ class _View(ABC):
             print(*args, **kwargs)
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
-        """Destroy the given process group; without one, leave the world (its holders are released first)."""
+        """Destroy the given process group; without one, release its holders and leave the world."""
         if not (self.fork_launched and group is None):
             leave_group(group)
 
 
 class PartialState(_View):
-    """The rank, size and device of this process; the first construction joins the world, later ones show the same.
+    """The rank, world size and device of this process; the first instance joins the world, and all others share it.
 
     Args:
-        cpu: compute on the CPU although an accelerator is there.
-        kwargs: `backend`, `timeout`, `init_method` and whatever else `torch.distributed.init_process_group` takes.
+        cpu: compute on the CPU even if there is an accelerator.
+        kwargs: `backend`, `timeout`, `init_method` and other arguments of `torch.distributed.init_process_group`.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -242,9 +242,7 @@ class PartialState(_View):
         self._cpu = cpu
         self._show(world)
         if world.backend is not None and world.backend == backend:
-            self.distributed_type: DistributedType = DistributedType(
-                label
-            )  # as a library that replaces the method wants it
+            self.distributed_type: DistributedType = DistributedType(label)  # a library may replace the method
 
     def __repr__(self) -> str:
         """Return the attributes, one per line."""
@@ -259,16 +257,16 @@ class PartialState(_View):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """Return the backend of the process group (None: one process without a group) and the label of such a world.
+        """Return the backend of the process group (None: one process without a group) and the world's label.
 
-        Libraries replace this method to keep a process to itself.
+        Libraries replace this method to keep a process out of the process group.
         """
         expected, kind = expected_backend(cpu=cpu, backend=backend)
         return expected, DistributedType(kind.label if expected is not None else "NO")
 
     @staticmethod
     def _reset_state() -> None:
-        """Empty the view; the next construction adopts the process group, if there is one."""
+        """Empty the view; the next instance reuses the process group, if there is one."""
         PartialState._shared_state.clear()
         forget_world()
 
@@ -277,7 +275,7 @@ class PartialState(_View):
     @overload
     def on_main_process(self, function: None = None) -> Guard: ...
     def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` so that it runs on rank 0 only, and returns None elsewhere."""
+        """Wrap `function` to run on rank 0 only; it returns None on other ranks."""
         return process_control.only_when(lambda: self.is_main_process, function)
 
     @overload
@@ -285,7 +283,7 @@ class PartialState(_View):
     @overload
     def on_local_main_process(self, function: None = None) -> Guard: ...
     def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` so that it runs on the first process of every host only, and returns None elsewhere."""
+        """Wrap `function` to run on the first process of every host only; it returns None on others."""
         return process_control.only_when(lambda: self.is_local_main_process, function)
 
     @overload
@@ -293,7 +291,7 @@ class PartialState(_View):
     @overload
     def on_last_process(self, function: None = None) -> Guard: ...
     def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` so that it runs on the highest rank only, and returns None elsewhere."""
+        """Wrap `function` to run on the last rank only; it returns None on other ranks."""
         return process_control.only_when(lambda: self.is_last_process, function)
 
     @overload
@@ -305,7 +303,7 @@ class PartialState(_View):
     def on_process(
         self, function: Callable[..., object] | None = None, process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap `function` so that it runs on rank `process_index` only (always, in a world of one)."""
+        """Wrap `function` to run on rank `process_index` only; with a single process it always runs."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.process_index == process_index, function
         )
@@ -319,31 +317,32 @@ class PartialState(_View):
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap `function` so that it runs on one local process of every host (always, in a world of one)."""
+        """Wrap `function` to run on one local process of every host; with a single process it always runs."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.local_process_index == local_process_index, function
         )
 
     @property
     def default_device(self) -> torch.device:
-        """The device that this process would use in a world of one."""
+        """The device that this process would use without other processes."""
         from .devices.table import available_kind
 
         return available_kind().device()
 
     def set_device(self) -> None:
-        """Make `device` the default for new tensors of the accelerator's kind."""
+        """Make `device` the default for new tensors on the accelerator."""
         kind_of(self.device).set_device(self.device)
 
 
 class AcceleratorState(_View):
-    """The settings of the first Accelerator, together with the rank, size and device of this process.
+    """The settings of the first Accelerator, with the rank, world size and device of this process.
 
-    An Accelerator fills it; after that, `AcceleratorState()` shows the same everywhere. Made before any Accelerator, it
-    fills PartialState and is refused. `fsdp_plugin` and `megatron_lm_plugin` are there only where the run uses them.
+    An Accelerator fills it; after that, `AcceleratorState()` has the same values everywhere. Before any Accelerator,
+    its constructor fills PartialState and raises. `fsdp_plugin` and `megatron_lm_plugin` exist only if the run uses
+    them.
 
     Raises:
-        SettingError: no Accelerator exists yet, or the arguments contradict what it was made with.
+        SettingError: no Accelerator exists yet, or the arguments contradict its own.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -400,7 +399,7 @@ class AcceleratorState(_View):
 
     @classmethod
     def _fill(cls, settings: Settings, world: World, plugins: Plugins) -> AcceleratorState:
-        """Return the state for these settings; that of an earlier Accelerator stays, if nothing contradicts it."""
+        """Return the state for these settings; keep an earlier Accelerator's if nothing contradicts it."""
         state = object.__new__(cls)
         state._bind()
         if state.initialized:
@@ -457,9 +456,9 @@ class AcceleratorState(_View):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Empty the view (and PartialState's too, on request) without destroying the process group.
+        """Empty the view (on request also PartialState's), without destroying the process group.
 
-        Accelerators that exist have to be made anew; what they published in the environment is withdrawn.
+        Existing Accelerators have to be created anew; variables that they set in the environment are removed.
         """
         AcceleratorState._shared_state.clear()
         restore_variables()
@@ -468,7 +467,7 @@ class AcceleratorState(_View):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8; under DeepSpeed what its configuration says."""
+        """The precision: no, fp16, bf16 or fp8; under DeepSpeed, that of its configuration."""
         plugin = self.deepspeed_plugin if self._is_deepspeed() else None
         if plugin is None or self._mixed_precision == "fp8":
             return self._mixed_precision
@@ -481,7 +480,7 @@ class AcceleratorState(_View):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by torch's second FSDP."""
+        """Whether `fully_shard` (FSDP 2) shards parameters."""
         plugin: FullyShardedDataParallelPlugin | None = getattr(self, "fsdp_plugin", None)
         return plugin is not None and plugin.fsdp_version == 2
 

@@ -1,4 +1,4 @@
-"""Version comparisons: of installed packages, of torch, of the operating system's kernel."""
+"""Version comparisons of installed packages, of torch, and of the operating system's kernel."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _COMPARISONS: Final[dict[str, Callable[[Version, Version], bool]]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a version, or that of an installed library, compares as ``operation`` says to the required one.
+    """Return whether a version, or an installed library's, compares to the required one as ``operation`` says.
 
-    The local part of a version (``+cpu``, ``+cu126``) doesn't take part: ``2.6.0+cpu`` equals ``2.6.0``.
+    The local part of a version (``+cpu``, ``+cu126``) is ignored: ``2.6.0+cpu`` equals ``2.6.0``.
 
     Raises:
-        SettingError: ``operation`` is none of ``> >= == != <= <``.
-        MissingDependency: a library is named that isn't installed.
+        SettingError: ``operation`` isn't one of ``> >= == != <= <``.
+        MissingDependency: the named library isn't installed.
     """
     from packaging.version import Version
 
@@ -53,7 +53,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether the installed torch compares as ``operation`` says to ``version``; torch isn't imported."""
+    """Return whether the installed torch compares to ``version`` as ``operation`` says; torch isn't imported."""
     return compare_versions("torch", operation, version)
 
 
@@ -73,7 +73,7 @@ def _version_of(library: str) -> Version:
 
 
 def check_os_kernel() -> None:
-    """Log a warning when the Linux kernel is so old that multi-process training can hang."""
+    """Log a warning if the Linux kernel is so old that multi-process training can hang."""
     if platform.system() != "Linux":
         return
     # "5.4.0-150-generic" -> "5.4.0"; vendors write all kinds of suffixes after the numbers.

@@ -1,4 +1,4 @@
-"""What `Accelerator.watch_run` takes and returns: callbacks, rules that end a run, and the numbers of a report.
+"""Import path kept for compatibility: the metrics, rules and callbacks of a run.
 
 The guest `monitor` implements it.
 """

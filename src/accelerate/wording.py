@@ -1,4 +1,4 @@
-"""Lists of ranks in messages, and the words around them, which agree with their number."""
+"""Lists of ranks in messages, and words that agree with their number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def some_ranks(ranks: Iterable[int], num_shown: int = 8, *, num_ranks: int | Non
     """Format ranks as ``rank 3``, ``ranks 0 and 2``, ``ranks 3, 17, 20 and 509 others``, or ``no ranks``.
 
     Args:
-        num_shown: how many are listed; the others are counted.
-        num_ranks: how many there are, where ``ranks`` are only some of them.
+        num_shown: the number of ranks to list; the others are counted.
+        num_ranks: the number of all ranks, if ``ranks`` are only some of them.
     """
     numbers = sorted(ranks)
     shown = [str(number) for number in numbers[:num_shown]]
