@@ -1,9 +1,9 @@
-"""Checks against silent faults: replicas that hold other values, hardware that computes or remembers wrong. Internal.
+"""Checks against silent errors: replicas that differ, and hardware that computes or stores wrong values. Internal.
 
-- `replica_check`: parameters and optimizer states of replicas, compared bit by bit.
-- `hardware_check`: an update that is computed again, and compared.
-- `recorded_pass`: the passes of a model, recorded so that they can be computed again.
-- `python_state`: what modules keep in Python, put back after that.
+- `replica_check`: compare parameters and optimizer states of replicas bit by bit.
+- `hardware_check`: recompute an update, and compare.
+- `recorded_pass`: record the passes of a model, to recompute them.
+- `python_state`: restore the Python state of modules after that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Checks(LoopHook):
         self._ends: list[Callable[[], None]] = []
 
     def before_save(self) -> None:
-        """Compare replicas, as ``ProjectConfiguration(compare_replicas=...)`` says."""
+        """Compare replicas if ``ProjectConfiguration(compare_replicas=...)`` says so."""
         run = self._run()
         if run is None or run.world.size == 1:
             return
@@ -42,12 +42,12 @@ class Checks(LoopHook):
             replicas_of(run).check(action)
 
     def free_memory(self) -> None:
-        """End the checks of hardware: models and optimizers have none of their hooks any more."""
+        """End the hardware checks, and remove their hooks from models and optimizers."""
         while self._ends:
             self._ends.pop()()
 
     def check_hardware(self, every: int, action: Literal["raise", "warn"]) -> None:
-        """Check the hardware from here on, in place of what an earlier call asked; 0 ends it."""
+        """Start hardware checks, which replace earlier ones; 0 ends them."""
         run = self._run()
         if not every or run is None:
             self.free_memory()
@@ -58,12 +58,12 @@ class Checks(LoopHook):
 
 
 def compare(run: Accelerator, action: Literal["warn", "raise", "no"]) -> None:
-    """Warn or raise if the replicas of ``run`` differ. A collective."""
+    """Warn or raise if the replicas of ``run`` differ; a collective."""
     replicas_of(run).check(action, operation="compare_replicas")
 
 
 def difference(run: Accelerator) -> Difference | None:
-    """Return how the replicas of ``run`` differ. A collective."""
+    """Return how the replicas of ``run`` differ; a collective."""
     return replicas_of(run).difference()
 
 
@@ -74,7 +74,7 @@ def check_hardware(run: Accelerator, every: int, action: Literal["raise", "warn"
 
 
 def replicas_of(run: Accelerator) -> Replicas:
-    """Return what ``run`` has prepared, to be compared."""
+    """Return the replicas that ``run`` has prepared."""
     from .replica_check import Replicas
 
     return Replicas(run.strategy.state, run._wrapped_models, run._optimizers, run.world)

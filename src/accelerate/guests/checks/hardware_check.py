@@ -1,8 +1,8 @@
-"""Check in every k-th update that the hardware computes and remembers right.
+"""Check in every k-th update whether the hardware computes and stores correctly.
 
-What a rank computed in that update (outputs of layers, its gradients, the update of each parameter) is computed again
-and compared bit by bit; under data parallelism the neighbour computes it, too. What the optimizer has written must be
-the same before its next step. Between these updates nothing but a counter runs.
+The results of a rank in that update (outputs of layers, gradients, the update of each parameter) are recomputed and
+compared bit by bit; under data parallelism, the neighbouring rank recomputes them too. The values written by the
+optimizer must be unchanged before its next step. Between these updates, only a counter runs.
 
 Hochschild et al., "Cores that don't count", HotOS 2021; Dixit et al., "Silent Data Corruptions at Scale", 2021.
 """
@@ -62,15 +62,15 @@ def check_hardware(
     ends: list[Callable[[], None]],
     end_earlier: Callable[[], None],
 ) -> None:
-    """Check the first update and each ``every``-th of each of ``optimizers``, in place of what an earlier call asked.
+    """Check the first and then each ``every``-th update of each of ``optimizers``, instead of earlier checks.
 
     Args:
-        models: as ``prepare`` returned them.
-        ends: gets the functions that end these checks.
-        end_earlier: calls those that are in it.
+        models: the prepared models.
+        ends: the list to which functions that end these checks are appended.
+        end_earlier: calls the functions in ``ends``.
 
     Raises:
-        SettingError: what was asked for can't be.
+        SettingError: the options or the run don't allow the check.
     """
     asked = f"watch_run(sdc_check={every}, on_sdc={action!r})"
     if every < 1:
@@ -114,13 +114,13 @@ def check_hardware(
 @final
 @dataclass(frozen=True)
 class _Finding:
-    """Something that isn't as it was the first time.
+    """A value that differs from the first computation.
 
     Attributes:
         what: the tensor, and what is wrong with it.
-        place: of the tensor among those that were compared, in the order in which they were computed.
-        ranks: of which one computes wrong.
-        is_proven: it was compared before, and was the same then: the program can be repeated.
+        place: the tensor's number in the order of computation.
+        ranks: the ranks of which one computes wrong.
+        is_proven: an earlier comparison was equal, so the program itself is reproducible.
     """
 
     what: str
@@ -131,7 +131,7 @@ class _Finding:
 
 @final
 class _UpdateCheck:
-    """The check of the updates of one optimizer, and of the passes of the models that it trains."""
+    """The check of one optimizer's updates, and of the passes of the models that it trains."""
 
     def __init__(
         self,
@@ -163,20 +163,20 @@ class _UpdateCheck:
         self._written: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # tensor, version, checksum
 
     def register(self) -> None:
-        """Put the check around each step of the optimizer."""
+        """Register the check around each step of the optimizer."""
         optimizer = self._prepared.optimizer
         self._handles.append(optimizer.register_step_pre_hook(self._before))
         self._handles.append(optimizer.register_step_post_hook(self._after))
 
     def end(self) -> None:
-        """Remove all hooks from the optimizer and the models, and forget what was noted."""
+        """Remove all hooks from the optimizer and the models, and discard all records."""
         for handle in self._handles:
             handle.remove()
         self._disarm()
         self._written = {}
 
     def arm(self) -> None:
-        """Record the passes from here on, and check the next update."""
+        """Start to record passes, and check the next update."""
         self._is_armed = True
         for recorder in self._recorders:
             recorder.arm()
@@ -226,7 +226,7 @@ class _UpdateCheck:
     def _compare(
         self, first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], what: str, *others: int
     ) -> bool:
-        """Return whether something in both differs, and note each; equal values are comparable from now on."""
+        """Return whether values differ, and record each difference; equal values are comparable from now on."""
         places = {name: place for place, name in enumerate(first) if name in again and name + what not in self._said}
         if not places:
             return False
@@ -240,7 +240,7 @@ class _UpdateCheck:
         return any(differ)
 
     def _compare_memory(self) -> None:
-        """Compare the values written by the optimizer with the present ones, except changed tensors."""
+        """Compare the optimizer's written values with the current ones, except tensors changed since."""
         first, again = Checksums(), Checksums()
         for name, (tensor, version, total) in self._written.items():
             if num_changes(tensor) == version:
@@ -262,7 +262,7 @@ class _UpdateCheck:
             self._compare_with_neighbour(recorder, forwards, own)
 
     def _is_agreed(self, recorder: PassRecorder, count: int) -> bool:
-        """Return whether all ranks have the same ``count`` of passes to recompute, if these have collectives."""
+        """Return whether all ranks recompute the same ``count`` of passes, if these have collectives."""
         if self._world.size == 1 or not recorder.has_collectives:
             return True
         counts = torch.tensor([count, -count], device=self._world.device)
@@ -287,10 +287,11 @@ class _UpdateCheck:
             self._say(f"{names[0]} and {len(names) - 1} more are other ones each time, without a fault")
 
     def _compare_with_neighbour(self, recorder: PassRecorder, forwards: Sequence[Forward], own: Checksums) -> None:
-        """Compare ``own`` with what the next rank gets for the same passes. A collective.
+        """Compare ``own`` with the next rank's results for the same passes; a collective.
 
-        Where some rank's differs, each rank repeats what it has computed for the rank before: one that doesn't agree
-        with itself is the one that is wrong. All do so together, since a model may have collectives of its own.
+        If the results of any rank differ, each rank repeats its computation for the previous rank: a rank that
+            disagrees
+        with itself is wrong. All ranks do so together, because a model may have collectives.
         """
         world = self._world
         sent = [] if recorder.keeps_state else [_on(torch.device("cpu"), forward) for forward in forwards]
@@ -312,7 +313,7 @@ class _UpdateCheck:
         return {name: total.cpu() for name, total in self._replay(recorder, forwards, "the rank before").items()}
 
     def _pass_on(self, value: Any, step: int) -> Any:
-        """Send ``value`` to the rank ``step`` further on in the ring, and return what comes from the other side."""
+        """Send ``value`` to the rank ``step`` places further in the ring, and return the value received."""
         world, received = self._world, [None]
         to, source = (world.rank + step) % world.size, (world.rank - step) % world.size
 
@@ -335,7 +336,7 @@ class _UpdateCheck:
     # -- the update ----------------------------------------------------------------------------------------
 
     def _expected_update(self, optimizer: torch.optim.Optimizer) -> Checksums:
-        """Return the checksums of what the step will write, computed on copies, one parameter at a time."""
+        """Return the checksums of the values that the step will write, computed on copies per parameter."""
         if needs_whole_matrices(optimizer):
             return Checksums()
         if not self._can_repeat_step:  # it may step another optimizer, or know all parameters together
@@ -370,7 +371,7 @@ class _UpdateCheck:
             warnings.warn(text, HardwareWarning, stacklevel=4)
 
     def _agree(self) -> None:
-        """Raise or warn on what some rank has found. A collective.
+        """Raise or warn on the findings of any rank; a collective.
 
         Raises:
             HardwareError: on every rank.
@@ -403,7 +404,7 @@ class _UpdateCheck:
             warnings.warn(text, HardwareWarning, stacklevel=4)
 
     def _faults(self, found: Sequence[_Finding]) -> list[_Finding]:
-        """Return the findings that the program doesn't explain: it was the same before, or is on most other ranks."""
+        """Return the findings that the program can't explain: equal before, or on a minority of ranks only."""
         ranks: dict[str, set[int]] = defaultdict(set)
         for each in found:
             ranks[each.what].add(each.ranks[0])
@@ -421,7 +422,7 @@ _ADVICE: Final = (
 
 
 def _verdict(found: Sequence[_Finding]) -> str:
-    """Format the ranks at fault, and the first tensor with a proven error."""
+    """Format the faulty ranks, and the first tensor with a proven error."""
     alone = [each for each in found if len(each.ranks) == 1]
     local = [each for each in alone if each.what.endswith((_MEMORY, _UPDATE))]
     if local:  # what no collective has a part in; of a shard that changed, all ranks compute something else
@@ -441,7 +442,7 @@ def _verdict(found: Sequence[_Finding]) -> str:
 
 
 def _held(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over this rank's part of ``parameter`` and of its states, by name."""
+    """Iterate over this rank's part of ``parameter`` and of its optimizer state, by name."""
     tensors = {name: parameter}
     for key, value in (optimizer.state.get(parameter) or {}).items():
         if isinstance(value, torch.Tensor):
@@ -468,7 +469,7 @@ def _twin(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict
 
 
 def _on(device: torch.device, forward: Forward) -> Forward:
-    """Return ``forward`` with its tensors on ``device``; buffers, and the states of random streams, go on a host."""
+    """Return ``forward`` with its tensors on ``device``, and its buffers in host memory."""
     moved = recursively_apply(
         lambda tensor: tensor.to(device), {"args": forward.args, "kwargs": forward.kwargs, "of": forward.gradients}
     )

@@ -1,9 +1,9 @@
-"""Find the Python state that a call of a model can change, and put it back.
+"""Find the Python state that a call of a model can change, and restore it.
 
-A counter, a list of past outputs, a ``random.Random`` in an attribute: torch knows nothing of them. They are found by
-following references from the model: attributes of its modules and of the objects in them, of their classes, what hooks
-and functions close over, and global variables that functions of the model's own files name. Contents are written back
-into the same objects, so that whoever else holds one finds it as it was.
+Examples are a counter, a list of past outputs, or a ``random.Random`` in an attribute, which torch doesn't manage. They
+are found by following references from the model: attributes of its modules, of the objects in them and of their
+classes, closures of hooks and functions, and global variables used by functions in the model's own files. Contents are
+restored in the same objects, so that other references to them see the restored state too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MISSING: Final = object()
 
 
 class _Kind(NamedTuple):
-    """How the content of one kind of object is read and written."""
+    """The functions that read and write the content of one kind of object."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], object]
@@ -58,7 +58,7 @@ def _write_cell(cell: CellType, content: list[object]) -> None:
 
 
 def _read_class(kind: type) -> dict[str, object]:
-    """Return the data attributes of a class: no methods, descriptors, or attributes of the interpreter."""
+    """Return the data attributes of a class, without methods, descriptors and attributes of the interpreter."""
     names = [each for each in vars(kind) if not each.startswith(("__", "_abc_"))]
     return {each: vars(kind)[each] for each in names if getattr(type(vars(kind)[each]), "__get__", None) is None}
 
@@ -107,7 +107,7 @@ def _hook_tables(module: nn.Module) -> list[OrderedDict[int, object]]:
 
 
 def _as_json(state: object) -> str:
-    """Return the state of a generator of NumPy's, of numbers and arrays, as text that can be compared."""
+    """Return the state of a NumPy generator, which has numbers and arrays, as text to compare."""
     return json.dumps(state, default=lambda value: value.tolist())
 
 
@@ -145,10 +145,10 @@ _BY_STATE: Final = _Kind(lambda value: value.__getstate__(), lambda value, conte
 
 @final
 class PythonState:
-    """The content of all objects that a call of a model can reach and change, without parameters and buffers.
+    """The content of all objects that a call of a model can reach and change, except parameters and buffers.
 
     Attributes:
-        obstacle: something whose state can't be read and put back, as "`name` (kind)"; "" where there is none.
+        obstacle: an object whose state can't be read and restored, as "`name` (kind)"; "" if there is none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -172,12 +172,12 @@ class PythonState:
                 kind.write(value, content)
 
     def without_tensors(self) -> PythonState:
-        """Keep of tensors only how often they had been changed: enough to compare, without their memory."""
+        """Drop the tensors and keep only how often each was changed, which is enough to compare."""
         self._held = {key: each for key, each in self._held.items() if each[1] is not _TENSOR}
         return self
 
     def differs(self, other: PythonState) -> bool:
-        """Return whether something that both hold isn't the same; hooks may come and go."""
+        """Return whether an object recorded in both differs; hooks may be added and removed."""
         held = [
             (content, other._held[key][2])
             for key, (_, kind, content) in self._held.items()
@@ -272,7 +272,7 @@ class PythonState:
         self._wait("", [(f"the global variable {name}", value) for name, value in content.items()])
 
     def _is_followed(self, variable: object) -> bool:
-        """Return whether a global variable is followed: of functions and classes, those of the model's files."""
+        """Return whether a global variable is followed; functions and classes only if the model's files define them."""
         return not isinstance(variable, (FunctionType, type)) or variable.__module__ in self._files
 
     def _look_at_object(self, where: str, value: object) -> None:
@@ -303,13 +303,13 @@ def _root(kind: type) -> str:
 
 
 def _is_foreign(module: str) -> bool:
-    """Return whether the code of a module is torch's, ours or the standard library's, which isn't followed."""
+    """Return whether a module belongs to torch, to us or to the standard library, and isn't followed."""
     root = module.partition(".")[0]
     return root in _NO_STATE or root == "numpy" or root in sys.stdlib_module_names
 
 
 def _is_foreign_class(kind: type) -> bool:
-    """Return the same of a class; one that torch makes of the user's (FSDP2) isn't in its file."""
+    """Return whether a class is foreign like :func:`_is_foreign`; FSDP2's dynamic subclasses of user classes aren't."""
     return _is_foreign(kind.__module__) and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
@@ -323,7 +323,7 @@ def _function(value: object) -> object:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Iterate over the names that a function's code, or code inside of it, looks up."""
+    """Iterate over the names that a function's code, or code nested in it, looks up."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -339,7 +339,7 @@ def _items(content: object) -> Iterator[tuple[object, object]]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two contents are the same: the same objects in a container, the same bits in a tensor."""
+    """Return whether two contents are equal: the same objects in containers, the same bits in tensors."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if not isinstance(one, (dict, list, set)):

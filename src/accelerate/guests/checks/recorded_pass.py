@@ -1,7 +1,7 @@
-"""Record the passes through a model in one micro-batch, and compute them again.
+"""Record the passes through a model in one micro-batch, and recompute them.
 
-A pass that is computed again from the same inputs, buffers and random numbers, with the same gradients of its outputs,
-gives the same bits. The loss is the user's; only its gradient with respect to the outputs is recorded.
+A pass recomputed from the same inputs, buffers and random numbers, with the same gradients of its outputs, gives the
+same bits. The user's code computes the loss; only its gradient with respect to the outputs is recorded.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Checksums: TypeAlias = dict[str, torch.Tensor]
 @final
 @dataclass
 class Forward:
-    """One call of the model, with all that another one needs to be the same.
+    """One call of the model, with all data that an identical call needs.
 
     Attributes:
-        number: of the call, among those whose graphs there are.
-        versions: how often each tensor that was given had been changed in place.
-        buffers: by their names, as they were before the call.
-        state: of Python, likewise; None of another rank's, where it is as it was at the start.
-        gradients: by backward pass and number of the output, the gradient of that output.
+        number: the number of the call, among the calls with graphs.
+        versions: the inputs, with the number of in-place changes of each.
+        buffers: the buffers before the call, by name.
+        state: the Python state before the call; None for another rank's call, which starts from the initial state.
+        gradients: backward pass -> number of an output -> the gradient of that output.
     """
 
     number: int
@@ -58,12 +58,12 @@ class Forward:
 
 @final
 class PassRecorder:
-    """The recorder of the passes through ``model`` while it is armed.
+    """A recorder of the passes through ``model`` while it is armed.
 
     Args:
-        label: follows the names of what is computed ("" or "of model 1").
-        window: says whether a micro-batch completes an update; no other one is recorded.
-        device: whose autocast is entered again.
+        label: text after the names of tensors ("" or "of model 1").
+        window: tells whether a micro-batch completes an update; only such micro-batches are recorded.
+        device: the device whose autocast state is restored.
     """
 
     def __init__(self, model: nn.Module, label: str, window: GradientState, device: torch.device) -> None:
@@ -94,11 +94,11 @@ class PassRecorder:
         self.keeps_state = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
-        """Return the same object: a copy of the model isn't recorded."""
+        """Return the same object, because a copy of the model isn't recorded."""
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of a recorder that records nothing: a pickled model isn't checked after loading."""
+        """Return the state of a recorder that records nothing, because a loaded pickle isn't checked."""
         return {
             **vars(self), "_is_replay": True, "_running": None, "_number": None, "_forwards": {}, "_used": [],
             "_outputs": {}, "_gradients": {}, "_weights": [], "_at_start": None,
@@ -107,7 +107,7 @@ class PassRecorder:
     # -- recording -----------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Begin to record: hooks are on the model from here to :meth:`disarm` only."""
+        """Start to record; the model has hooks only until :meth:`disarm`."""
         if self._handles:
             return
         add, model = self._handles.append, self.model
@@ -122,14 +122,14 @@ class PassRecorder:
         add(model.register_forward_hook(self._end))
 
     def disarm(self) -> None:
-        """Remove all hooks, and forget what was recorded."""
+        """Remove all hooks, and discard the records."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was recorded: the parameters aren't those of these passes any more."""
+        """Discard the records, because the parameters have changed."""
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
@@ -142,7 +142,7 @@ class PassRecorder:
         self._gradients.clear()
 
     def _hook_parameters(self, prefix: str, module: nn.Module, *_: object) -> None:
-        """Hook the parameters of ``module`` that are whole now, for the gradients of this rank's own samples."""
+        """Add hooks to the parameters of ``module`` that are whole now, for the gradients of this rank's samples."""
         if self._number is None and not self._is_replay:
             return
         for own, parameter in module.named_parameters():
@@ -211,9 +211,9 @@ class PassRecorder:
 
     @property
     def forwards(self) -> Sequence[Forward]:
-        """The calls reached by a backward pass; none if they can't be recomputed.
+        """The calls reached by a backward pass; empty if they can't be recomputed.
 
-        That is after an input was changed in place, or where something changes that can't be put back.
+        They can't if an input was changed in place, or if state can't be restored.
         """
         is_same = not self.obstacle and all(
             num_changes(tensor) == version for each in self._used for tensor, version in each.versions
@@ -221,14 +221,14 @@ class PassRecorder:
         return [each for each in self._forwards.values() if each.gradients] if is_same else []
 
     def recorded(self) -> Checksums:
-        """Return the checksums of all that was computed in the passes of :attr:`forwards`."""
+        """Return the checksums of all tensors computed in the passes of :attr:`forwards`."""
         return self._named(_backward_numbers(self._used), self._outputs, self._gradients)
 
     def replay(self, forwards: Sequence[Forward]) -> Checksums:
         """Recompute ``forwards`` and their backward passes; return the checksums of the results.
 
-        Of a model under ``fully_shard`` a collective. Gradients, buffers, Python state and random streams stay as they
-        are.
+        A collective if the model is under ``fully_shard``. Gradients, buffers, Python state and random states don't
+        change.
         """
         state = PythonState(self.model)
         kept = self._outputs, self._gradients, capture_rng_states()
@@ -250,7 +250,7 @@ class PassRecorder:
                 parameter.grad = gradient
 
     def _compute(self, forwards: Sequence[Forward], numbers: Sequence[int]) -> dict[int, int]:
-        """Run the passes in their order; return the new number of each backward pass by its old one."""
+        """Run the passes in order; return the new number of each backward pass by its old one."""
         outputs: list[list[torch.Tensor]] = []
         done: dict[int, int] = {}
         for number in numbers:
@@ -293,7 +293,7 @@ class PassRecorder:
 
     @contextmanager
     def _buffers(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Enter a context with copies of ``values`` in place of the buffers, which graphs may hold."""
+        """Enter a context in which copies of ``values`` replace the buffers, because graphs may refer to these."""
         places: list[tuple[nn.Module, str, torch.Tensor]] = []
         for name, value in values.items():
             owner, _, own = name.rpartition(".")
@@ -319,7 +319,7 @@ class PassRecorder:
 
 
 def _as_given(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as it is now; of one made in inference mode, whose changes nothing counts, a copy."""
+    """Return ``tensor`` detached; a copy if it was created in inference mode, which counts no in-place changes."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 

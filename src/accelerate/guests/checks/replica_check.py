@@ -1,9 +1,9 @@
 """Compare replicas: their parameters and optimizer states must be equal bit by bit.
 
-Ranks that hold the same parameters apply the same updates to them, so they stay equal for ever. Where they don't (a
-model that wasn't prepared, a parameter changed on one rank, hardware that computes wrong), each rank trains a model of
-its own, and no error says so. Of buffers those of SyncBatchNorm are compared, which all ranks compute from all samples.
-Others may differ by rank: statistics of its own batches (until the next forward pass), caches of what it has seen.
+Ranks with the same parameters apply the same updates, so their parameters stay equal. If they don't (the model wasn't
+prepared, a parameter was changed on one rank, hardware computes wrong), each rank silently trains a different model.
+Only SyncBatchNorm's buffers are compared, because all ranks compute them from all samples. Other buffers may differ:
+statistics of a rank's own batches (until the next forward pass), or caches.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64
 @final
 @dataclass(frozen=True)
 class Difference:
-    """Tensors that ranks hold differently.
+    """Tensors that differ between ranks.
 
     Attributes:
-        names: of the tensors, the parameters first.
-        ranks: those whose values most other replicas don't have; all of them where there is no majority.
-        replicas: all ranks that should hold the same.
+        names: the names of the tensors, parameters first.
+        ranks: the ranks whose values differ from the majority; all replicas if there is no majority.
+        replicas: all ranks that should have equal values.
     """
 
     names: tuple[str, ...]
@@ -71,7 +71,7 @@ class Difference:
 @final
 @dataclass(frozen=True)
 class Replicas:
-    """The prepared models and optimizers of a world, whose ranks may hold the same of them."""
+    """The prepared models and optimizers of a world, with those ranks that replicate them."""
 
     state: ModelState[Any]
     models: Sequence[torch.nn.Module]
@@ -81,8 +81,8 @@ class Replicas:
     def difference(self) -> Difference | None:
         """Return how parameters and optimizer states differ, the same on every rank; None if they don't.
 
-        A collective. Of sharded models the shards are compared that other ranks hold too (hybrid sharding, parameters
-        that tensor parallelism leaves whole). Replicas may differ between the averages of local SGD.
+        A collective. For sharded models, it compares shards with replicas (hybrid sharding, parameters that tensor
+        parallelism doesn't shard). Replicas may differ between the averages of local SGD.
         """
         world = self.world
         if world.size == 1 or world.kind.runtime:
@@ -100,7 +100,7 @@ class Replicas:
         return own if self.state.is_whole() else _first(own, world)
 
     def _held(self) -> tuple[list[_Held], str]:
-        """Return this rank's replicated values, by group of ranks, or why they can't be compared."""
+        """Return this rank's replicated values by group of ranks, or why they can't be compared."""
         if any(map(_trains_alone, self.models)):
             return [], _ALONE
         try:
@@ -126,10 +126,10 @@ class Replicas:
         return _Held.of(chosen, beside, group, dist.get_process_group_ranks(group), self.world)
 
     def check(self, action: Literal["warn", "raise", "no"], *, operation: str | None = None) -> None:
-        """Warn on the main process, or raise, if the replicas differ. A collective, unless ``action`` is "no".
+        """Warn on the main process, or raise, if the replicas differ; a collective unless ``action`` is "no".
 
         Args:
-            operation: the call for which the ranks have to meet first; None where they have.
+            operation: the call that all ranks have to make first; None if they already have.
 
         Raises:
             ReplicaError: on every rank.
@@ -153,12 +153,12 @@ class Replicas:
 
 
 def _trains_alone(model: torch.nn.Module) -> bool:
-    """Return whether the gradients of ``model`` aren't averaged now."""
+    """Return whether the gradients of ``model`` currently aren't averaged."""
     return isinstance(model, torch.nn.parallel.DistributedDataParallel) and not model.require_backward_grad_sync
 
 
 def unwrapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, str]]:
-    """Iterate over ``models``, their modules inside of DDP, and a suffix to name one of several models."""
+    """Iterate over ``models``, their modules inside of DDP, and a suffix that names one of several models."""
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
         yield model, inner, f" of model {number}" if len(models) > 1 else ""
@@ -167,7 +167,7 @@ def unwrapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Modu
 def _named_parameters(
     models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the parameters of models, and those that only an optimizer has: nothing keeps these equal."""
+    """Iterate over the parameters of models, and those in an optimizer only, which are never made equal."""
     seen: set[int] = set()
     for model, inner, label in unwrapped(models):
         ignored = getattr(model, "parameters_to_ignore", ())  # of DDP: what each rank has of its own
@@ -185,7 +185,7 @@ def _named_parameters(
 
 
 def _named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the buffers that all ranks compute alike."""
+    """Iterate over the buffers that all ranks compute identically."""
     for _, inner, label in unwrapped(models):
         for prefix, module in inner.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm) and module.process_group is None:  # else of some ranks
@@ -194,7 +194,7 @@ def _named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tor
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` holds values that can be read as they lie in memory."""
+    """Return whether ``tensor`` has values in memory that can be compared bit by bit."""
     plain = local_tensor(tensor)
     is_plain = type(plain) in (torch.Tensor, torch.nn.Parameter)
     return is_plain and not plain.is_meta and not plain.is_quantized and plain.layout is torch.strided
@@ -213,7 +213,7 @@ def _named_states(
 
 
 def _replicated_axes(tensor: torch.Tensor) -> list[tuple[DeviceMesh, int]]:
-    """Return the dimensions of its mesh along which ``tensor`` has replicas."""
+    """Return the dimensions of its mesh along which ``tensor`` is replicated."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -226,7 +226,7 @@ def _replicated_axes(tensor: torch.Tensor) -> list[tuple[DeviceMesh, int]]:
 @final
 @dataclass(frozen=True)
 class _Held:
-    """The checksums of what a rank holds together with the other ranks of a group."""
+    """The checksums of the tensors that a rank shares with the other ranks of a group."""
 
     parameters: dict[str, torch.Tensor]
     states: dict[str, torch.Tensor]
@@ -248,7 +248,7 @@ class _Held:
 
 
 def _compare(held: _Held, device: torch.device) -> Difference | None:
-    """Compare the bits of all tensors by one collective of four numbers; only where they differ, by one of all."""
+    """Compare the bits of all tensors with a collective of four numbers; if they differ, with one of all checksums."""
     counts = torch.tensor([len(each) for each in held.sums], device=device)
     total = torch.cat([counts, *map(_mixed, held.sums)])
     ends = torch.stack([total, -total])
@@ -276,7 +276,7 @@ def _compare(held: _Held, device: torch.device) -> Difference | None:
 
 
 def _checksums(tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the checksum of each tensor, of shape [tensors], on ``device``; without waiting for it."""
+    """Return the checksum of each tensor, of shape [tensors], on ``device``, without waiting for it."""
     found = [checksum(tensor).to(device, non_blocking=True) for tensor in tensors.values()]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -284,7 +284,7 @@ def _checksums(tensors: dict[str, torch.Tensor], device: torch.device) -> torch.
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of ``tensor`` as an int64 tensor of shape [].
 
-    Eight bytes are added at a time, which is 25 times as fast on a CPU as converting smaller integers.
+    It adds eight bytes at a time, which is 25 times as fast on a CPU as converting smaller integers.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
@@ -297,13 +297,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(sums: torch.Tensor) -> torch.Tensor:
-    """Return one number for all, which changes too when two of them are exchanged; of shape [1]."""
+    """Return one number for all sums, of shape [1]; it also changes if two of them are swapped."""
     places = torch.arange(1, len(sums) + 1, device=sums.device)
     return ((sums + places) * (2 * places + 1) * _FACTOR).sum(dtype=torch.int64)[None]
 
 
 def _first(own: Difference | None, world: World) -> Difference | None:
-    """Return the first rank's difference, on every rank. A collective."""
+    """Return the first rank's difference on every rank; a collective."""
     found = torch.tensor([world.rank if own is not None else world.size], device=world.device)
     dist.all_reduce(found, dist.ReduceOp.MIN, world.group)
     rank = int(found)

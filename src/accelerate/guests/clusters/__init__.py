@@ -1,7 +1,7 @@
-"""Launch engines of clusters: job scripts, and other programs that start the processes.
+"""Launch engines for clusters: job scripts, and other programs that start the processes.
 
-- `slurm`, `kubernetes`, `sagemaker`: a job is written and handed in.
-- `mpi`, `ray`: mpirun or Ray Train starts the processes.
+- `slurm`, `kubernetes`, `sagemaker`: write a job and submit it.
+- `mpi`, `ray`: let mpirun or Ray Train start the processes.
 """
 
 from __future__ import annotations

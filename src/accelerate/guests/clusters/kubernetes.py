@@ -1,7 +1,7 @@
-"""Launch on Kubernetes: a PyTorchJob of Kubeflow, or a JobSet, whose pods run one of torch's agents each.
+"""Launch on Kubernetes with a PyTorchJob of Kubeflow or a JobSet; each pod runs one torch agent.
 
-The script is part of the image. Kubernetes itself replaces ``$(NAME)`` in commands and values, so every ``$``
-of the user's is doubled, which it turns back into one.
+The script is part of the image. Kubernetes replaces ``$(NAME)`` in commands and values, so every ``$`` of the user's is
+doubled, and Kubernetes turns it back into one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kubernetes(LaunchEngine):
     name = "kubernetes"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether Kubernetes was asked for."""
+        """Return whether Kubernetes was selected."""
         return settings.cluster.launcher == "kubernetes"
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
@@ -79,7 +79,7 @@ class Kubernetes(LaunchEngine):
         )
 
     def dry_run(self, plan: LaunchPlan) -> None:
-        """Print the plan, and write the manifest where ``--k8s_manifest`` says."""
+        """Print the plan, and write the manifest to ``--k8s_manifest``."""
         if plan.engine_options["written"]:
             write_files(plan)
         print(plan.show())
@@ -89,7 +89,7 @@ class Kubernetes(LaunchEngine):
 
         Raises:
             MissingDependency: the official client isn't installed.
-            LaunchError: the cluster refused the job, or can't be reached.
+            LaunchError: the cluster rejected the job, or can't be reached.
         """
         import yaml
 
@@ -132,7 +132,7 @@ def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
 
 
 def _refuse_saves_without_restarts(settings: Settings) -> None:
-    """Refuse pods that save and exit with code 75 without restarts, because Kubernetes never starts them again.
+    """Raise if pods save and exit with code 75 but have no restarts: Kubernetes wouldn't start them again.
 
     Raises:
         SettingError: the job saves on signals, but has no restarts.
@@ -146,7 +146,7 @@ def _refuse_saves_without_restarts(settings: Settings) -> None:
 
 
 def escape(text: str) -> str:
-    """Escape the text so that Kubernetes's replacing of ``$(NAME)`` gives the original back."""
+    """Escape the text so that Kubernetes's expansion of ``$(NAME)`` gives the original back."""
     return text.replace("$", "$$")
 
 
@@ -179,7 +179,7 @@ def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> lis
 
 
 def _pod_zero(name: str) -> str:
-    """Return the stable DNS name that a JobSet gives its first pod."""
+    """Return the stable DNS name of the first pod of a JobSet."""
     return f"{name}-workers-0-0.{name}"
 
 

@@ -1,7 +1,7 @@
-"""Launch by mpirun: Open MPI, MPICH, Intel MPI or MVAPICH starts the ranks on all hosts of a hostfile.
+"""Launch with mpirun: Open MPI, MPICH, Intel MPI or MVAPICH starts the ranks on all hosts of a hostfile.
 
-Only names of variables stand on the command line; mpirun takes their values from its own environment, so that
-no value is seen in the process list or read by a shell.
+The command line has only the names of variables. mpirun takes their values from its own environment, so that no value
+is visible in the process list or read by a shell.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERSION_SIGNATURES: Final = (
 
 
 def installed_flavor() -> str:
-    """Return the flavor of the mpirun on the PATH, ``openmpi`` where there is none."""
+    """Return the flavor of the mpirun on the PATH; ``openmpi`` if there is none."""
     try:
         answer = subprocess.check_output(["mpirun", "--version"], stderr=subprocess.STDOUT, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -43,10 +43,10 @@ def installed_flavor() -> str:
 
 
 def flavor_of(version: str) -> str:
-    """Return the MPI flavor whose ``mpirun --version`` printed this text.
+    """Return the MPI flavor of this output of ``mpirun --version``.
 
     Raises:
-        SettingError: it is none that is known.
+        SettingError: the flavor is unknown.
     """
     text = version.lower()
     for sign, flavor in _VERSION_SIGNATURES:
@@ -68,12 +68,12 @@ class Mpirun(LaunchEngine):
         self._installed = installed
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether a hostfile for mpirun was given, or mpirun itself was asked for."""
+        """Return whether a hostfile for mpirun was given, or mpirun was selected."""
         launcher = settings.cluster.launcher
         return launcher == "mpirun" or (launcher is None and settings.mpi.mpirun_hostfile is not None)
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """Plan the mpirun command line of the MPI that is named or installed."""
+        """Plan the command line of the selected or installed mpirun."""
         hosts = self._hosts(settings)
         num_machines = _num_machines(settings, hosts)
         total, per_host = spread(settings, host, num_machines)
@@ -98,7 +98,7 @@ class Mpirun(LaunchEngine):
         )
 
     def documented_command(self, settings: Settings, total: int, per_host: int) -> tuple[str, ...]:
-        """Return mpirun with its documented options, for so many ranks in all and on each host of the hostfile."""
+        """Return mpirun with its documented options, for the number of ranks in all and per host."""
         flavor = settings.cluster.mpi_flavor or self._installed()
         return ("mpirun", *mpirun_options(flavor, settings.mpi.mpirun_hostfile, total, per_host))
 
@@ -112,7 +112,7 @@ class Mpirun(LaunchEngine):
         return hosts
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run mpirun and return its exit code, which is the first failing rank's."""
+        """Run mpirun and return its exit code, which is that of the first failing rank."""
         return run_command(plan, "install Open MPI, MPICH, Intel MPI or MVAPICH")
 
 
@@ -145,7 +145,7 @@ def _rendezvous(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, 
 
 
 def mpirun_options(flavor: str, hostfile: str | None, total: int, per_host: int) -> tuple[str, ...]:
-    """Return the documented options of mpirun: where, and how many ranks in all and on each host."""
+    """Return mpirun's documented options for the hosts, and for the number of ranks in all and per host."""
     if flavor == "openmpi":
         where = ("--hostfile", hostfile) if hostfile else ()
         return (*where, "--npernode", str(per_host), "-n", str(total), "--bind-to", "socket")

@@ -1,7 +1,7 @@
-"""Launch by Ray Train: one Ray worker per rank, on an existing cluster.
+"""Launch with Ray Train: one Ray worker per rank, on an existing cluster.
 
-Ray places the workers and assigns their ranks. The program is a child process of its worker, under the same
-supervisor as local ranks: it starts as it does everywhere, and it dies with the worker.
+Ray places the workers and assigns their ranks. The program is a child process of its worker, under the same supervisor
+as local ranks, so it starts like a local rank and ends with the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RayTrain(LaunchEngine):
     name = "ray"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether Ray was asked for."""
+        """Return whether Ray was selected."""
         return settings.cluster.launcher == "ray"
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
@@ -60,11 +60,11 @@ class RayTrain(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run the program on all workers and return 0 when each succeeded, else 1.
+        """Run the program on all workers; return 0 if each succeeded, else 1.
 
         Raises:
             MissingDependency: ``ray[train]`` isn't installed.
-            LaunchError: there is no such cluster.
+            LaunchError: the cluster doesn't exist.
         """
         from ...optional import require
 
@@ -113,7 +113,7 @@ def _connect(ray: Any, plan: LaunchPlan) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError unless something listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raise OSError unless a program listens at HOST:PORT; Ray itself would try for minutes."""
     import socket
 
     host, colon, port = address.rpartition("//")[2].rpartition(":")
@@ -135,11 +135,11 @@ def _last_line(error: Exception) -> str:
 
 
 class ProgramFailed(LaunchError):
-    """The program ended with a nonzero exit code on a worker of Ray; the text is the report."""
+    """The error for a program that ended with a nonzero exit code on a Ray worker; its text is the report."""
 
 
 def run_program(config: Mapping[str, Any]) -> None:
-    """Run the program in a process of its own and raise if it fails; called in each of Ray's workers."""
+    """Run the program in its own process and raise if it fails; called in each Ray worker."""
     from ...distributed.failures import report
     from ...launch.supervisor import supervise
 
@@ -158,7 +158,7 @@ def run_program(config: Mapping[str, Any]) -> None:
 
 
 def _common_port() -> int:
-    """Broadcast a port that is free on the first worker's host; Ray's own process group keeps its own."""
+    """Broadcast a free port of the first worker's host; Ray's own process group keeps its port."""
     import torch.distributed as dist
 
     port: list[int] = [get_free_port()]

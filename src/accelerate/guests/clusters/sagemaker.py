@@ -1,6 +1,6 @@
-"""Launch on SageMaker: the script's folder is uploaded and a training job is created.
+"""Launch on SageMaker: upload the script's folder and create a training job.
 
-With version 2 of Amazon's SDK by its HuggingFace estimator, with version 3 by its ModelTrainer.
+Version 2 of Amazon's SDK uses its HuggingFace estimator, version 3 its ModelTrainer.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class SageMaker(LaunchEngine):
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, str]:
-    """Convert the script's arguments to the pairs that a SageMaker job can carry; values stay text.
+    """Convert the script's arguments to the pairs of a SageMaker job; values stay text.
 
     Raises:
-        SettingError: an argument isn't ``--name value``, the only form there is.
+        SettingError: an argument isn't of the form ``--name value``.
     """
     pairs: dict[str, str] = {}
     rest = list(arguments)
@@ -232,7 +232,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def _start_v2(plan: LaunchPlan) -> None:
-    """Run the job through the estimator of version 2 until it has completed."""
+    """Run the job with version 2's estimator until it has completed."""
     from ...optional import require
 
     estimators = require("sagemaker.huggingface", "sagemaker")
@@ -242,7 +242,7 @@ def _start_v2(plan: LaunchPlan) -> None:
 
 
 def _start_v3(plan: LaunchPlan) -> None:
-    """Run the job through the ModelTrainer of version 3 until it has completed."""
+    """Run the job with version 3's ModelTrainer until it has completed."""
     import json
 
     from ...optional import require
@@ -281,7 +281,7 @@ def _start_v3(plan: LaunchPlan) -> None:
 
 
 def _image(plan: LaunchPlan) -> str:
-    """Return the image that the estimator of version 2 would choose for these versions."""
+    """Return the image that version 2's estimator would choose for these versions."""
     from ...optional import require
 
     options = plan.engine_options

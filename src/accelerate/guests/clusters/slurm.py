@@ -1,7 +1,7 @@
-"""Launch by Slurm: inside an allocation by srun, from a login node by a batch script that is written and submitted.
+"""Launch with Slurm: in an allocation with srun, on a login node with a batch script that is written and submitted.
 
-The ranks are Slurm's own tasks, which find each other by Slurm's variables. With restarts, or an elastic
-rendezvous, srun starts one of torch's agents a node instead.
+The ranks are Slurm tasks, which find each other by Slurm's variables. With restarts, or an elastic rendezvous, srun
+starts one torch agent per node instead.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class Slurm(LaunchEngine):
     name = "slurm"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether Slurm was asked for, or several machines are wanted in an allocation and no rendezvous address
-        was given.
-        """
+        """Return whether Slurm is selected, or an allocation has several machines and no rendezvous address."""
         launcher, launch = settings.cluster.launcher, settings.launch
         if launcher is not None:
             return launcher == "slurm"
@@ -121,7 +119,7 @@ class Slurm(LaunchEngine):
 
 
 def _shown(hosts: Sequence[str], listed: str) -> str:
-    """Return a few hosts by name, more as Slurm lists them, such as ``n[0001-2048]``, in one line at most."""
+    """Return a few hosts by name, or many in Slurm's form, such as ``n[0001-2048]``, in at most one line."""
     text = ", ".join(hosts) if len(hosts) <= _MAX_NAMED else f"{len(hosts):,}: {listed}"
     return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 3]}..."
 
@@ -132,10 +130,10 @@ def has_agents(settings: Settings) -> bool:
 
 
 def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
-    """Return the number of nodes to use: the given one, else all of the allocation.
+    """Return the number of nodes to use: the given one, else that of the allocation.
 
     Raises:
-        SettingError: the allocation has fewer.
+        SettingError: the allocation has fewer nodes.
     """
     text = allocation.get("SLURM_JOB_NUM_NODES", allocation.get("SLURM_NNODES", "1"))
     there, asked = int(text), settings.launch.num_machines
@@ -151,7 +149,7 @@ def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
 
 
 def _tasks(settings: Settings, host: Host, nodes: int) -> tuple[int, int]:
-    """Return (tasks in all, tasks per node); Slurm's own numbers where the settings give none."""
+    """Return (all tasks, tasks per node); Slurm's numbers if the settings don't give any."""
     allocation = host.environment
     per_node = allocation.get("SLURM_NTASKS_PER_NODE", "")
     if not settings.was_given("launch.num_processes") and is_cpu_run(settings) and per_node.isdigit():
@@ -246,7 +244,7 @@ def _quoted(value: str, key: str) -> str:
 
 
 def _argument(text: str) -> str:
-    """Check and format a further argument of sbatch, given whole: --name or --name=value."""
+    """Check and format an additional argument for sbatch: --name or --name=value."""
     name, equals, value = text.partition("=")
     if not name.startswith("-") or not name.lstrip("-").replace("-", "").isalnum():
         raise SettingError(f"--slurm_argument {text!r} is no argument of sbatch. Give it whole, such as --exclusive.")

@@ -1,4 +1,4 @@
-"""``accelerate completion``: a script that lets the shell complete subcommands, options and their values."""
+"""``accelerate completion``: a script with which the shell completes subcommands, options and their values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def script(shell: str) -> str:
 
 
 class _Flag(NamedTuple):
-    """A flag as a shell has to know it."""
+    """A flag in the form that a shell needs."""
 
     spellings: Sequence[str]
     takes_value: bool
@@ -59,7 +59,7 @@ class _Flag(NamedTuple):
 
 
 def _flags() -> dict[tuple[str, ...], list[_Flag]]:
-    """Return the flags by the subcommands that take them."""
+    """Return the flags by the subcommands that have them."""
     own = (*own_options(), ("--help", "", "Show this help."))
     launch = [_Flag(spellings(flag), bool(value), (), help) for flag, value, help in own]
     launch += [_Flag(row.flags, not row.switch, _choices(row), row.help) for row in launch_options_of()]
@@ -79,7 +79,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> Iterable[_Flag]:
 
 
 def _choices(option: OptionInfo) -> Sequence[str]:
-    """Return the values of the option, () if they can't be listed."""
+    """Return the values of the option; () if they can't be listed."""
     return ("true", "false") if option.kind == "bool" and not option.switch else option.choices or ()
 
 

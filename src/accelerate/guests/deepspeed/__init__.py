@@ -1,4 +1,4 @@
-"""DeepSpeed: its strategy, the plugin of its options, and its launcher for the hosts of a hostfile."""
+"""DeepSpeed: its strategy, the plugin for its options, and its launcher for the hosts of a hostfile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, whose "auto" entries are filled from the prepared objects."""
+"""DeepSpeed's configuration, with "auto" entries that are filled in from the prepared objects."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class PreparedObjects:
 
     @property
     def takes_optimizer(self) -> bool:
-        """Whether the code brings an optimizer of its own."""
+        """Whether the code creates its own optimizer."""
         return self.optimizer is not None and not isinstance(self.optimizer, DummyOptim)
 
 
 def check(plugin: DeepSpeedPlugin, prepared: PreparedObjects) -> None:
-    """Check that configuration and code agree on who makes the optimizer and the scheduler.
+    """Check that configuration and code agree on which of them creates the optimizer and the scheduler.
 
     Raises:
-        PreparationError: both do, or neither.
+        PreparationError: both create one, or neither does.
     """
     document, optimizer, scheduler = plugin.deepspeed_config, prepared.optimizer, prepared.scheduler
     if "optimizer" in document and prepared.takes_optimizer:
@@ -87,8 +87,8 @@ def complete(plugin: DeepSpeedPlugin, prepared: PreparedObjects, world: World, g
     """Replace every "auto" in the configuration by a value, and set its accumulation steps in the gradient state.
 
     Raises:
-        SettingError: an entry can't be known from the objects.
-        PreparationError: the size of a micro-batch can't be known.
+        SettingError: an entry can't be inferred from the objects.
+        PreparationError: the micro-batch size is unknown.
     """
     steps = _accumulation_steps(plugin, gradient_state)
     values: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """A command and its environment encoded as one argument, and the program that decodes and executes it.
 
-Some launchers put their arguments on a remote shell's command line without quoting. An encoded command consists of
-letters, digits, ``-``, ``_`` and ``=`` only, which no shell expands. This file also runs alone,
+Some launchers put their arguments unquoted on a remote shell's command line. An encoded command contains only letters,
+digits, ``-``, ``_`` and ``=``, which no shell expands. This file also runs alone, as
 ``python encoded_command.py ENCODED``, and then replaces itself by the command.
 """
 

@@ -1,4 +1,4 @@
-"""Wrappers of DeepSpeed's engine, optimizer and scheduler: the engine's own step is the only one."""
+"""Wrappers of DeepSpeed's engine, optimizer and scheduler; only the engine itself steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 
 
 class Engine(Protocol):
-    """The members of DeepSpeed's engine (a module) used by its strategy."""
+    """The attributes of DeepSpeed's engine (a module) that its strategy uses."""
 
     module: torch.nn.Module
     optimizer: Any  # ZeRO's, whose attributes depend on the stage
@@ -47,13 +47,13 @@ class Engine(Protocol):
 
 
 def is_engine(model: object) -> TypeGuard[Engine]:
-    """Return True if ``model`` is an engine of DeepSpeed."""
+    """Return True if ``model`` is a DeepSpeed engine."""
     return callable(getattr(type(model), "set_gradient_accumulation_boundary", None))
 
 
 @final
 class DeepSpeedEngineWrapper:
-    """The engine behind ``accelerator.backward``, which reduces, clips, steps and clears gradients by itself."""
+    """The engine used by ``accelerator.backward``; it also reduces, clips, steps and clears gradients."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -63,10 +63,10 @@ class DeepSpeedEngineWrapper:
         self._plain_norm: torch.Tensor | None = None
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Add the gradients of ``loss`` (divided by the accumulation steps); at a boundary, step.
+        """Accumulate the gradients of ``loss`` (divided by the accumulation steps); step at a boundary.
 
         Args:
-            kwargs: for the engine's own ``backward``; ``scale_wrt_gas=False`` leaves the division out.
+            kwargs: arguments of the engine's own ``backward``; ``scale_wrt_gas=False`` skips the division.
         """
         is_boundary = sync_gradients and not self._num_no_sync
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_boundary)
@@ -84,7 +84,7 @@ class DeepSpeedEngineWrapper:
 
     @contextmanager
     def no_boundary(self) -> Generator[None]:
-        """Enter a context in which no backward is a boundary."""
+        """Enter a context in which no backward is at a boundary."""
         self._num_no_sync += 1
         try:
             yield
@@ -101,22 +101,22 @@ class DeepSpeedEngineWrapper:
 
 @final
 class DeepSpeedOptimizerWrapper(SteppedOptimizer):
-    """The engine's optimizer; ``accelerator.backward`` has already done what ``step`` and ``zero_grad`` would do."""
+    """The engine's optimizer; ``accelerator.backward`` already includes ``step`` and ``zero_grad``."""
 
     _skipped = "overflow"
 
 
 @final
 class DeepSpeedSchedulerWrapper(SteppedScheduler):
-    """The engine's scheduler, which ``accelerator.backward`` has already stepped."""
+    """The engine's scheduler; ``accelerator.backward`` already steps it."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return DeepSpeed's CPU optimizer for the parameter groups of ``optimizer``, or ``optimizer`` if there is none.
+    """Return DeepSpeed's CPU optimizer for the parameter groups of ``optimizer``; ``optimizer`` if there is none.
 
     Raises:
         MissingDependency: DeepSpeed isn't installed.
-        PreparationError: ``optimizer`` has state already, which would be lost.
+        PreparationError: ``optimizer`` already has state, which would be lost.
     """
     found = _ON_CPU.get(type(optimizer).__name__)
     if found is None:
@@ -144,9 +144,9 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> AbstractContextManager[object]:
-    """Enter a context in which ZeRO stage 3 parameters ``params`` are gathered; do nothing for others.
+    """Enter a context in which ZeRO stage 3 parameters ``params`` are gathered; other parameters don't change.
 
-    Changes that rank ``modifier_rank`` makes in the block are those of all ranks afterwards.
+    Changes by rank ``modifier_rank`` in the block are broadcast to all ranks.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(is_partitioned(parameter) for parameter in given):
@@ -163,5 +163,5 @@ class PartitionedParameter(Protocol):
 
 
 def is_partitioned(parameter: object) -> TypeGuard[PartitionedParameter]:
-    """Return True if ``parameter`` is one of ZeRO stage 3, of which each rank has a shard."""
+    """Return True if ``parameter`` is sharded by ZeRO stage 3."""
     return getattr(parameter, "ds_id", None) is not None

@@ -1,9 +1,9 @@
-"""Launch by DeepSpeed's own launcher, which reaches the hosts of a hostfile by pdsh, an MPI or Slurm.
+"""Launch with DeepSpeed's own launcher, which reaches the hosts of a hostfile by pdsh, MPI or Slurm.
 
-DeepSpeed writes its arguments and variables on remote shells' command lines without protecting them. So the
-program, its arguments and the settings are passed as one encoded command without characters that a shell expands.
-Nothing of the launching shell's environment is written to a file, and variables that look like secrets are left out.
-DeepSpeed reads a ``.deepspeed_env`` of the user's own as ever.
+DeepSpeed writes its arguments and variables unquoted on remote shells' command lines. So the program, its arguments and
+the settings are passed as one encoded command without characters that a shell expands. The launching shell's
+environment is never written to a file, and variables that look like secrets are omitted. DeepSpeed still reads the
+user's own ``.deepspeed_env``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DEFAULT_HOSTFILE: Final = "/job/hostfile"
 
 @final
 class DeepSpeedLauncher(LaunchEngine):
-    """The command ``deepspeed``, once, for all hosts."""
+    """One command ``deepspeed`` for all hosts."""
 
     name = "deepspeed"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether DeepSpeed's launcher was named, or a hostfile of it was given and no other launcher."""
+        """Return whether DeepSpeed's launcher was selected, or its hostfile was given without another launcher."""
         if settings.cluster.launcher is not None:
             return settings.cluster.launcher == "deepspeed"
         if settings.deepspeed is None or settings.launch.num_machines == 1:
@@ -44,7 +44,7 @@ class DeepSpeedLauncher(LaunchEngine):
         return named != "standard" if named else settings.deepspeed_launch.deepspeed_hostfile is not None
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """Plan one ``deepspeed`` command whose program is the encoded command of this launch."""
+        """Plan one ``deepspeed`` command that runs the encoded command of this launch."""
         from .encoded_command import encode_command
 
         launch = settings.launch

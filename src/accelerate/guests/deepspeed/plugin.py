@@ -1,4 +1,4 @@
-"""The options of DeepSpeed: its configuration document, completed from them. Works without DeepSpeed installed."""
+"""The options of DeepSpeed, and its configuration document completed from them; DeepSpeed need not be installed."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ _CHECKED: Final = (
 
 @dataclass
 class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
-    """A DeepSpeed configuration, given whole or built from the options here.
+    """A DeepSpeed configuration, given as a document or built from these options.
 
-    ``deepspeed_config`` is the document DeepSpeed gets. Entries that say ``"auto"`` are filled in from the
-    options, and later from the objects that are prepared; where the document says something itself, the
-    options follow it.
+    ``deepspeed_config`` is the document for DeepSpeed. Entries with ``"auto"`` are filled in from the options, and
+    later from the prepared objects. Other entries of the document override the options.
     """
 
     def _resolve(self, given: Mapping[str, object]) -> None:
@@ -102,7 +101,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         }
 
     def _read_document(self) -> None:
-        """Complete the given document, and set the options to what it says."""
+        """Complete the given document, and set the options from it."""
         given = self.hf_ds_config
         # A library's own config object, made from the same document, is used as it is.
         if isinstance(given, (str, os.PathLike, Mapping)):
@@ -123,10 +122,10 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
                 setattr(self, name, value)
 
     def _deepspeed_config_checks(self) -> None:
-        """Check that values from the launcher's configuration file are "auto" in the document.
+        """Check that options from the launcher's configuration file are "auto" in the document.
 
         Raises:
-            SettingError: an entry is given in both, or would be ignored because the document has no such entry.
+            SettingError: an entry is in both, or would be ignored because it isn't in the document.
         """
         fields = (env.read("ACCELERATE_CONFIG_DS_FIELDS", "") or "").split(",")
         found = {name: self.hf_ds_config.get_value(_ENTRIES[name]) for name in fields if name in _ENTRIES}
@@ -141,7 +140,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: object
     ) -> None:
-        """Fill an ``"auto"`` entry from ``kwargs``; add an entry that disagrees to ``mismatches``."""
+        """Fill an ``"auto"`` entry from ``kwargs``; add a conflicting entry to ``mismatches``."""
         node, name = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
             return
@@ -159,11 +158,11 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             (mismatches if mismatches is not None else []).append(found)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return True if the entry is to be filled in."""
+        """Return True if the entry is ``"auto"``."""
         return self.hf_ds_config.get_value(ds_key_long) == "auto"
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """Return the entry's value, or ``default`` when there is no such entry."""
+        """Return the entry's value, or ``default`` if there is no such entry."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def deepspeed_config_process(
@@ -177,7 +176,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         """Fill every ``"auto"`` entry below ``prefix`` from ``kwargs``.
 
         Raises:
-            SettingError: an entry says something else than ``kwargs``, or is ``"auto"`` without a value there.
+            SettingError: an entry conflicts with ``kwargs``, or is ``"auto"`` without a value in ``kwargs``.
         """
         mismatches = [] if mismatches is None else mismatches
         for name, value in list((self.deepspeed_config if config is None else config).items()):
@@ -194,10 +193,10 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Set the document's ``fp16`` and ``bf16`` for ``mixed_precision``, where it has no such entry.
+        """Set the document's ``fp16`` and ``bf16`` for ``mixed_precision``, if they are missing.
 
         Raises:
-            SettingError: the document enables the other one.
+            SettingError: the document enables the other precision.
         """
         document = self.deepspeed_config
         half = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
@@ -218,7 +217,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             self.fill_match(entry, must_match=False, **enabled)
 
     def set_deepspeed_weakref(self) -> None:
-        """Give transformers the document, so that it shards models while it builds them (stage 3)."""
+        """Pass the document to transformers, so that it shards models during construction (stage 3)."""
         document = copy.deepcopy(self.deepspeed_config)
         for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
             if document.get(name, "auto") == "auto":
@@ -236,16 +235,16 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The axis of tensor parallelism, along which DeepSpeed cuts the model."""
+        """The tensor-parallel axis, along which DeepSpeed shards the model."""
         return {"tp": self.tensor_parallel_size}
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return True if parameters are sharded while a model is built."""
+        """Return True if parameters are sharded during a model's construction."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
-        """Enter a context in which sharding while a model is built is on or off as ``enable`` says."""
+        """Enter a context in which ``enable`` turns sharding during construction on or off."""
         before = self.is_zero3_init_enabled()
         if before == enable:
             yield
@@ -277,7 +276,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         library.set_z3_leaf_modules(model, classes)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this plugin the active one of several; only the state may call it."""
+        """Make this plugin the active one of several; only the state may call this."""
         if not _from_accelerator_state:
             raise SettingError(
                 "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
@@ -332,11 +331,11 @@ def active_plugin(plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> D
 def complete(
     settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]
 ) -> tuple[DeepSpeedPlugin | dict[str, DeepSpeedPlugin], DeepSpeedPlugin]:
-    """Return the DeepSpeedPlugin, or several by name, and the one in use, in the run's precision.
+    """Return the DeepSpeedPlugin (or several by name) and the active one, in the run's precision.
 
     Raises:
         MissingDependency: DeepSpeed isn't installed, or is too old.
-        NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
+        NotImplementedError: a second Accelerator has another plugin (the documented exception).
     """
     if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
         asked = settings.quote("paradigm.use_deepspeed")
@@ -370,7 +369,7 @@ _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.of
 class HfDeepSpeedConfig:
     """A DeepSpeed document, read from a path, a mapping, JSON text or base64-encoded JSON.
 
-    Entries are named by the path to them, as in ``zero_optimization.stage``.
+    An entry is named by its path, such as ``zero_optimization.stage``.
     """
 
     def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, object]) -> None:
@@ -378,12 +377,12 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read from the document the ZeRO stage and whether anything is offloaded."""
+        """Read the ZeRO stage and offloading from the document."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         self._offload = self._stage in (2, 3) and any(self.get_value(name) in ("cpu", "nvme") for name in _OFFLOADS)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the mapping that holds the entry (None when there is none) and the entry's own name in it."""
+        """Return the mapping that holds the entry (None if there is none) and the entry's name in it."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -393,12 +392,12 @@ class HfDeepSpeedConfig:
         return cast("dict[str, Any]", node), last
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """Return the entry's value, or ``default`` when there is no such entry."""
+        """Return the entry's value, or ``default`` if there is no such entry."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete the entry, with all that is below it."""
+        """Delete the entry and all entries below it."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -406,12 +405,12 @@ class HfDeepSpeedConfig:
             raise SettingError(f"Can't find {ds_key_long} entry in the DeepSpeed config: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return True if the entry is there and true."""
+        """Return True if the entry exists and is true."""
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return True if the entry is there and false."""
+        """Return True if the entry exists and is false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
@@ -420,7 +419,7 @@ class HfDeepSpeedConfig:
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Return True if parameters are sharded too."""
+        """Return True if parameters are also sharded."""
         return self._stage == 3
 
     def is_offload(self) -> bool:
@@ -458,7 +457,7 @@ def _document(given: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
 
 
 class DummyOptim(Placeholder):
-    """A placeholder for the optimizer that DeepSpeed makes from its own configuration."""
+    """A placeholder for the optimizer that DeepSpeed creates from its configuration."""
 
     role: ClassVar[str] = "optimizer"
     engine: ClassVar[str] = "DeepSpeed"
@@ -472,7 +471,7 @@ class DummyOptim(Placeholder):
 
 
 class DummyScheduler(Placeholder):
-    """A placeholder for the scheduler that DeepSpeed makes from its own configuration."""
+    """A placeholder for the scheduler that DeepSpeed creates from its configuration."""
 
     role: ClassVar[str] = "scheduler"
     engine: ClassVar[str] = "DeepSpeed"

@@ -1,4 +1,4 @@
-"""Sequence parallelism through DeepSpeed: all-to-all between sequence and heads around transformers' attention.
+"""Sequence parallelism with DeepSpeed: all-to-all between sequence and heads around transformers' attention.
 
 Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training For Multi-Million Token Sequences", 2025.
 """
@@ -25,19 +25,19 @@ _WITHOUT_WHOLE_MASKS: Final = ("eager", "flex_attention")
 
 
 class Architecture(Protocol):
-    """The part of a configuration of transformers that says how many heads the attention has."""
+    """The part of a transformers configuration with the number of attention heads."""
 
     num_attention_heads: int
     num_key_value_heads: int
 
 
 def deepspeed_config_of(config: ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return ``config`` if it asks for DeepSpeed's sequence parallelism, else None."""
+    """Return ``config`` if it selects DeepSpeed's sequence parallelism, else None."""
     return config if config is not None and config.sp_enabled and config.sp_backend == "deepspeed" else None
 
 
 def check(config: ParallelismConfig, model: torch.nn.Module, *, even_batches: bool) -> None:
-    """Check, before anything is changed, that the heads of ``model`` can be sharded as ``config`` says.
+    """Raise, before anything is changed, if the heads of ``model`` can't be sharded as ``config`` says.
 
     Raises:
         MissingDependency: DeepSpeed or transformers is missing, or too old.
@@ -85,7 +85,7 @@ def _attention(handler: DeepSpeedSequenceParallelConfig, model: torch.nn.Module)
     """Return the attention implementation that the model calls.
 
     Raises:
-        PreparationError: it is another one than ``handler`` says, or one that needs masks of full sequences.
+        PreparationError: it isn't the one in ``handler``, or it needs masks of full sequences.
     """
     found: str = getattr(model.config, "_attn_implementation", None) or "sdpa"
     asked = handler.sp_attn_implementation or found
@@ -103,11 +103,11 @@ def _attention(handler: DeepSpeedSequenceParallelConfig, model: torch.nn.Module)
 class Ulysses:
     """Sequence-parallel attention that replaces one of transformers' attention functions until it is released.
 
-    In evaluation mode it is used only where the running loader shards sequences.
+    In evaluation mode, it is used only if the running loader shards sequences.
 
     Args:
-        micro_batch_size: the rows of every batch, which DeepSpeed wants to know beforehand.
-        gradient_state: knows the running loader.
+        micro_batch_size: the rows of every batch, which DeepSpeed needs in advance.
+        gradient_state: holds the running loader.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Ulysses:
         return SequenceShardLoader(loader, parts, self.size)
 
     def set_loss_scaling(self, engine: Engine) -> None:
-        """Set how losses are scaled for ``engine``.
+        """Set the scaling of losses for ``engine``.
 
-        ZeRO adds the gradients of the ranks that share a sequence, except where stage 3 scatters them: it averages.
+        ZeRO sums the gradients of the ranks that share a sequence; only stage 3 averages them when it scatters them.
         """
         averages = engine.zero_optimization_partition_weights() and engine.zero_reduce_scatter()
         self._num_added = 1 if averages else self.size
@@ -164,8 +164,8 @@ class Ulysses:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` scaled so that the engine's gradients are those of full sequences.
 
-        Each rank has the gradient of the mean over its part; or, through a differentiable gather of all parts, its
-        share of the full gradient as often as there are ranks: their average is right for both.
+        Each rank has the gradient of the mean over its part, or, with a differentiable gather of all parts, its share
+        of the full gradient times the number of ranks. In both cases the average over the ranks is correct.
         """
         return loss if self._num_added == 1 else loss / self._num_added
 

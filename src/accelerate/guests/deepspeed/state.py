@@ -1,4 +1,4 @@
-"""Access to the state of DeepSpeed's engines: its own folder to resume, full weights for other strategies."""
+"""Access to the state of DeepSpeed engines: the engine's own folder to resume, full weights for other strategies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 @final
 class EngineState(StateAccess):
-    """Access to engines' state: full weights, and optimizer state only in the engine's own folder.
+    """Access to the state of engines: full weights, and optimizer state only in the engine's own folder.
 
-    Models without an engine (prepared for evaluation) are accessed in place.
+    Models without an engine (prepared for evaluation) are accessed directly.
     """
 
     trusts_engine = True  # DeepSpeed itself unpickles its files
@@ -35,13 +35,13 @@ class EngineState(StateAccess):
         self._in_place = in_place
 
     def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the live buffers that a state dict holds, by the user's names."""
+        """Return the live buffers in a state dict, by the user's names."""
         return self._in_place.buffers(model.module if is_engine(model) else model)
 
     def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
     ) -> Callable[[], object] | None:
-        """Return a function that loads the engine's own folder, if the same engine on as many ranks has saved it."""
+        """Return a function that loads the engine's own folder if an identical engine saved it on as many ranks."""
         if not is_engine(model):
             return None
         tag = engine_tag(index)
@@ -74,7 +74,7 @@ class EngineState(StateAccess):
         return _Receiver(model) if is_engine(model) else self._in_place.load_target(model)
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
-        """Return full-precision values where the engine has them, on the CPU; a collective."""
+        """Return full weights in CPU memory, in full precision if the engine has it; a collective."""
         return full_weights(model, keeps) if is_engine(model) else self._in_place.full_model_state(model, keeps)
 
     def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
@@ -97,7 +97,7 @@ class EngineState(StateAccess):
             self._in_place.load_model_shards(model, shards)
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return no layouts: optimizer state stays with the engine."""
+        """Return an empty dict, because optimizer state stays with the engine."""
         return {}
 
     def optimizer_shards(
@@ -126,7 +126,7 @@ class EngineState(StateAccess):
 
 
 def _saved_layout(folder: Path) -> str:
-    """Describe who saved ``folder``, in the words that :func:`_own_layout` uses."""
+    """Describe the layout with which ``folder`` was saved, in the terms of :func:`_own_layout`."""
     if not folder.is_dir():
         return "another strategy"
     num_pieces = len(list(folder.glob("*_optim_states.pt")))
@@ -163,7 +163,7 @@ class _Receiver:
         }
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
-        """Load ``state`` into the engine; ties may come under one of their names."""
+        """Load ``state`` into the engine; a tied tensor may have only one of its names."""
         live = self.state_dict()
         missing, unexpected = require_fit(live, state, strict=strict)
         # Tensors that a Selection left out are the meta tensors of state_dict().
@@ -172,10 +172,10 @@ class _Receiver:
 
 
 def full_weights(engine: Engine, keeps: bool, *, half: bool = False) -> dict[str, object]:
-    """Return the engine's full state dict in CPU memory, where ``keeps``; a collective.
+    """Return the engine's full state dict in CPU memory on ranks where ``keeps`` is true; a collective.
 
-    One tensor after the other, in full precision where the engine has it, unless ``half``: then in the dtype that the
-    model computes in. Tied names share one tensor.
+    Tensors are gathered one by one, in full precision if the engine has it, or with ``half`` in the model's compute
+    dtype. Tied names share one tensor.
     """
     masters = None if half else require("deepspeed.utils", "deepspeed").safe_get_full_fp32_param
     gathered: dict[int, torch.Tensor | None] = {}
@@ -202,7 +202,7 @@ def _full_tensor(
 def load_full_weights(engine: Engine, state: StateDict) -> None:
     """Load ``state`` into the engine's model and into its full-precision master weights; a collective.
 
-    Every rank has to have ``state``.
+    Every rank needs ``state``.
     """
     tools = require("deepspeed.utils", "deepspeed")
     optimizer = engine.optimizer
@@ -233,7 +233,7 @@ def _set_master(tools: ModuleType, parameter: torch.nn.Parameter, value: torch.T
 
 
 def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over parameters and persistent buffers under all their names, as they are."""
+    """Iterate over parameters and persistent buffers under all their names, without gathering."""
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             yield name, value

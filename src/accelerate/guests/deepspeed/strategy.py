@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: ZeRO's three stages, offload, and what else its configuration asks for. Real on CPU ranks too.
+"""DeepSpeed's engine: ZeRO's stages, offload, and the other features of its configuration. Works on CPU ranks too.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -58,7 +58,7 @@ _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 @final
 class DeepSpeed(Strategy):
-    """DeepSpeed's engine, which takes model, optimizer and scheduler together."""
+    """The strategy for DeepSpeed's engine, which takes model, optimizer and scheduler together."""
 
     one_backward = "DeepSpeed's engine updates the parameters inside the last backward of an update"
 
@@ -76,12 +76,12 @@ class DeepSpeed(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type DEEPSPEED."""
+        """The distributed type: DEEPSPEED."""
         return DistributedType.DEEPSPEED
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The DeepSpeedPlugin in use, as it is now."""
+        """The active DeepSpeedPlugin."""
         plugin = self.options.plugins.engine
         assert isinstance(plugin, DeepSpeedPlugin)  # this strategy is chosen for it
         return plugin
@@ -89,7 +89,7 @@ class DeepSpeed(Strategy):
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise unless one model comes with its optimizer and scheduler, as the configuration needs them."""
+        """Raise unless one model comes with its optimizer and scheduler, as the configuration requires."""
         refuse_placeholders(arguments, "DeepSpeed")
         models = list(_fresh(arguments, Role.MODEL))
         if len(models) > 1:
@@ -174,11 +174,11 @@ class DeepSpeed(Strategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of different micro-batches that the ranks compute at the same time; each rank reads its own."""
+        """The number of different micro-batches that the ranks compute at the same time."""
         return super().data_parallel_size // self._ranks_per_sequence
 
     def shard_sequences(self, loader: object) -> object:
-        """Wrap ``loader`` so that every rank gets its part of each sequence, under sequence parallelism.
+        """Wrap ``loader`` to give every rank its part of each sequence, under sequence parallelism.
 
         Raises:
             PreparationError: the model has not been prepared.
@@ -194,7 +194,7 @@ class DeepSpeed(Strategy):
     def _initialize_kwargs(
         self, plugin: DeepSpeedPlugin, prepared: PreparedObjects, arguments: PreparedArguments
     ) -> dict[str, object]:
-        """Return the arguments of ``deepspeed.initialize`` besides the model."""
+        """Return the arguments of ``deepspeed.initialize`` except the model."""
         # DeepSpeed takes entries out of what it is given.
         kwargs: dict[str, Any] = {"config_params": copy.deepcopy(plugin.deepspeed_config)}
         optimizer, scheduler = prepared.optimizer, prepared.scheduler
@@ -217,7 +217,7 @@ class DeepSpeed(Strategy):
     def _replace(
         self, arguments: PreparedArguments, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
     ) -> None:
-        """Replace optimizer and scheduler among the arguments by wrappers of the engine's."""
+        """Replace optimizer and scheduler in the arguments by wrappers of the engine's."""
         wrapped: Any = None
         for argument in _fresh(arguments, Role.OPTIMIZER):
             argument.current = wrapped = DeepSpeedOptimizerWrapper(optimizer)
@@ -263,14 +263,14 @@ class DeepSpeed(Strategy):
     # -- training ------------------------------------------------------------------------------------------
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Enter a context in which backward accumulates gradients and doesn't step."""
+        """Enter a context in which backward accumulates gradients and never steps."""
         engine = self.engine
         return engine.no_boundary() if engine is not None and engine.engine is model else nullcontext()
 
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
-        """Add the gradients of ``loss / num_steps``; the engine also steps where the window is complete."""
+        """Accumulate the gradients of ``loss / num_steps``; the engine steps when the window is complete."""
         if self.engine is None:
             raise PreparationError(
                 "backward() has no engine to go through: call prepare(model, optimizer, ...) on this Accelerator first."
@@ -290,9 +290,9 @@ class DeepSpeed(Strategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Return the norm at the engine's last step, which clipped to the configuration's `gradient_clipping`.
+        """Return the norm at the engine's last step, which clips to the configuration's `gradient_clipping`.
 
-        Where the configuration says "auto", the norm asked for here counts from the next step on.
+        If the configuration says "auto", ``max_norm`` applies from the next step on.
         """
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -323,10 +323,10 @@ class DeepSpeed(Strategy):
             engine.set_gradient_clipping(max_norm)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Raise: DeepSpeed clips by the norm only.
+        """Raise, because DeepSpeed clips only by the norm.
 
         Raises:
-            PreparationError: DeepSpeed has stepped already when this is called.
+            PreparationError: DeepSpeed has already stepped when this is called.
         """
         raise PreparationError(
             f"clip_grad_value_(..., {clip_value}): DeepSpeed clips by the norm only, inside its own step. Set "
@@ -345,16 +345,16 @@ class DeepSpeed(Strategy):
         return next((engine for engine in self._engines if engine is model), None)
 
     def may_gather(self, engine: Engine) -> bool:
-        """Return True unless the configuration forbids to gather the weights of ``engine``, which are sharded."""
+        """Return False if the configuration doesn't allow to gather the sharded weights of ``engine``."""
         return not engine.zero_optimization_partition_weights() or bool(self.plugin.get_value(_GATHER, False))
 
 
 @final
 class _DeepSpeedState(ModelState[DeepSpeed]):
-    """The state of engines, which save themselves, and of models prepared without one."""
+    """The state of engines, which save themselves, and of models without an engine."""
 
     def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the engine, which saves itself."""
+        """Return the engine, because it saves itself."""
         return prepared
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
@@ -388,10 +388,10 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
         return full_weights(engine, strategy.world.is_main or is_whole, half=True)
 
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
-        """Return the tensors of ``model``, of which this rank holds all.
+        """Return the tensors of ``model``; this rank holds all of them.
 
         Raises:
-            NotBuilt: an engine has sharded it.
+            NotBuilt: an engine has sharded the model.
         """
         if not self.is_whole(model):
             raise NotBuilt(
@@ -402,15 +402,15 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
 
     @property
     def access(self) -> StateAccess:
-        """Access to the engines' own folders and full weights."""
+        """The access to the engines' own folders and full weights."""
         return EngineState(InPlace(self.named_parameters, canonical_name))
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return the engines' folders, and beside them the weights as every other strategy reads them.
+        """Return the engines' folders, and the weights in the format of all other strategies.
 
-        In stage 3 the latter are gathered where the configuration allows it, or where nothing else is saved.
+        In stage 3, the weights are gathered if the configuration allows it, or if only they are saved.
         """
         engines = [engine for engine in map(self.strategy.engine_of, models) if engine is not None]
         writes_whole = model_only or all(map(self.strategy.may_gather, engines))
@@ -439,7 +439,7 @@ def _folders_of(engines: Sequence[Engine], models: Sequence[torch.nn.Module]) ->
 
 
 def _fresh(arguments: PreparedArguments, role: Role) -> Iterator[PreparedArgument]:
-    """Iterate over the arguments of one role that no ``prepare`` has seen before."""
+    """Iterate over the arguments of one role that weren't prepared before."""
     for argument in arguments.of(role):
         obj = argument.current
         is_prepared = getattr(obj, "__dict__", {}).get("_is_accelerate_prepared", False) or is_prepared_optimizer(obj)
@@ -448,13 +448,13 @@ def _fresh(arguments: PreparedArguments, role: Role) -> Iterator[PreparedArgumen
 
 
 def _scheduler_of_deepspeed(arguments: PreparedArguments) -> PreparedArgument | None:
-    """Return the argument that is one of DeepSpeed's own schedules; they aren't torch schedulers."""
+    """Return the argument that is one of DeepSpeed's schedules, which aren't torch schedulers."""
     names: Sequence[str] = require("deepspeed.runtime.lr_schedules", "deepspeed").VALID_LR_SCHEDULES
     return next((argument for argument in arguments.of(Role.FOREIGN) if type(argument.current).__name__ in names), None)
 
 
 def _trainable(params: Any) -> list[Any]:
-    """Return the parameters that have gradients; parameter groups as they are."""
+    """Return the parameters that require gradients; parameter groups are returned unchanged."""
     given = list(params)
     if given and isinstance(given[0], dict):
         return given
@@ -462,6 +462,6 @@ def _trainable(params: Any) -> list[Any]:
 
 
 def _init_single_process_group(world: World) -> None:
-    """Initialise a process group of this process alone, which DeepSpeed needs; no port is opened."""
+    """Initialise a process group of this process alone, which DeepSpeed requires, without a port."""
     store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     torch.distributed.init_process_group(world.kind.backend or "gloo", store=store, rank=0, world_size=1)

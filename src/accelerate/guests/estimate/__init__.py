@@ -1,10 +1,10 @@
-"""Estimates of the memory that a model needs for training, before any is allocated.
+"""Estimates of the memory for training a model, before any of it is allocated.
 
-- `subject`: the model to estimate: by its name on the hub, its folder, the function that builds it, or a training
-  script; and the inputs of models of known libraries.
-- `trace`: one training step on tensors without values, with every allocation counted.
-- `plan`: the memory of each parallel layout per rank, and the choice among the layouts.
-- `report`: an estimate as tables, JSON and a chart.
+- `subject`: the model to estimate, given by its name on the hub, a folder, a function that builds it, or a training
+script; and the inputs for models of known libraries.
+- `trace`: count every allocation of one training step on tensors without values.
+- `plan`: compute the memory per rank of each parallel layout, and choose a layout.
+- `report`: show an estimate as tables, JSON and a chart.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name that timm expects: with a prefix for a model of the hub ("user/model"), timm's own unchanged."""
+    """Return the name for timm: a hub model ("user/model") with a prefix, timm's own models unchanged."""
     is_of_hub = "/" in model_name and not model_name.startswith(("hf_hub:", "hf-hub:"))
     return f"hf-hub:{model_name}" if is_of_hub else model_name
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return the hub's information about the model, "gated" or "repo" when it can't be seen, or False."""
+    """Return the hub's information about the model; "gated" or "repo" if it isn't accessible, or False."""
     hub = require("huggingface_hub", "hub", purpose=f"Looking for the model {repo!r} on the hub")
     try:
         return hub.model_info(repo, token=token)
@@ -87,7 +87,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 
 def check_has_model(error: BaseException) -> str:
-    """Say which library an error about a missing model comes from: "timm", "transformers", or "unknown"."""
+    """Return the library that an error about a missing model comes from: "timm", "transformers", or "unknown"."""
     text = str(error)
     if isinstance(error, RuntimeError) and "Unknown model" in text and is_installed("timm"):
         return "timm"
@@ -99,10 +99,10 @@ def check_has_model(error: BaseException) -> str:
 def create_empty_model(
     model_name: str, library_name: str | None = None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> nn.Module:
-    """Build the model, of the hub or of a folder, without memory for its weights.
+    """Build the model from the hub or a folder, without memory for its weights.
 
     Raises:
-        AccelerateError: the model isn't known, or can't be built here.
+        AccelerateError: the model is unknown, or can't be built on this machine.
     """
     from ...settings import env
     from .subject import find_subject
@@ -112,7 +112,7 @@ def create_empty_model(
 
 
 def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str) -> str:
-    """Return a table in a frame, with a title, its cells centred."""
+    """Return a framed table with a title and centred cells."""
     widths = [max(len(str(row[column])) for row in (headers, *rows)) for column in range(len(headers))]
     width = sum(widths) + len(widths) - 1
     if len(title) + 2 > width:
@@ -130,7 +130,7 @@ def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]],
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
-    """Return the bytes for training with Adam, by purpose; -1 if no model of this precision is trained.
+    """Return the bytes for training with Adam, by purpose; -1 if models aren't trained in this precision.
 
     ``bytes`` is the size of the weights in float32.
     """
@@ -146,10 +146,10 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[str | int | None]]:
-    """Return the rows of the first table: precision, bytes of the largest layer, the model, and training with Adam.
+    """Return the rows of the first table: precision, and bytes of the largest layer, the model, and training with Adam.
 
     Raises:
-        AccelerateError: the model isn't known, or can't be built here.
+        AccelerateError: the model is unknown, or can't be built on this machine.
     """
     from .report import documented_rows, stored_sizes
     from .subject import find_subject
@@ -159,10 +159,10 @@ def gather_data(args: argparse.Namespace) -> list[list[str | int | None]]:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the tables, and draw the bars if asked.
+    """Print the tables, and draw the chart if requested.
 
     Raises:
-        AccelerateError: the model isn't known, or can't be built here.
+        AccelerateError: the model is unknown, or can't be built on this machine.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Arithmetic on traces: the memory per rank of each parallel layout, and the simplest layout that fits. Internal.
+"""Compute the memory per rank of each parallel layout from a trace, and choose the simplest that fits. Internal.
 
-Exact where the strategy only divides what one device has; where it gathers and sends, what torch's implementation
-holds at once is counted. Activations under tensor parallelism follow Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2022: ten parts in thirty-four of a block are on every rank.
+The result is exact if the strategy only divides the tensors of one device. For gathered and sent tensors, the memory of
+torch's implementation is counted. Activations under tensor parallelism follow Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022: 10 of 34 parts of a block are on every rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout as text that ``parse`` reads, such as ``tp4+fsdp8``."""
+        """The layout as text for ``parse``, such as ``tp4+fsdp8``."""
         parts = [f"{axis}{degree}" for axis in ("tp", "cp", "pp") if (degree := getattr(self, axis)) > 1]
         if self.shards > 1 or self.sharding != "none":
             parts.append(f"{self.sharding}{'x' if self.sharding[-1].isdigit() else ''}{self.shards}")
@@ -81,7 +81,7 @@ class Layout:
         """Parse a layout such as ``"fsdp"`` or ``"tp4+fsdp"``; a part without a number gets the remaining ranks.
 
         Raises:
-            SettingError: a part isn't known, or the numbers don't make ``ranks``.
+            SettingError: a part is unknown, or the product of the numbers isn't ``ranks``.
         """
         parts = [] if text == "single" else text.split("+")
         degrees = {name: int(number or 0) for name, number in map(_split_number, parts)}
@@ -126,7 +126,7 @@ PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "
 @final
 @dataclass(frozen=True)
 class Footprint:
-    """The peak memory in bytes of the busiest rank: its device's by purpose, and its host's."""
+    """The peak memory in bytes of the busiest rank: of its device by purpose, and of its host."""
 
     layout: Layout
     weights: int
@@ -146,7 +146,7 @@ class Footprint:
 
 
 def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
-    """Return the memory that the training step of ``trace`` needs on each rank of the layout."""
+    """Return the memory of the training step ``trace`` on each rank of the layout."""
     cut_weights, cut_gradients, cut_optimizer = (layout.shards if cut else 1 for cut in _SHARDED[layout.sharding])
     share = _local_fraction(trace, layout)
     weights, gradients, optimizer = (share * num_bytes for num_bytes in _trained(trace, layout))
@@ -177,7 +177,7 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
 def _moments(
     trace: TrainingTrace, layout: Layout, gradients: float, cut_gradients: int
 ) -> list[tuple[float, float, float]]:
-    """Return gradients, activations and communication in bytes at each traced moment of forward and backward."""
+    """Return the bytes of gradients, activations and communication at each traced moment of forward and backward."""
     step = trace.narrow if trace.narrow is not None and layout.sharding != "none" else trace
     found = []
     for moment in step.moments:
@@ -193,7 +193,7 @@ def _activation_fraction(layout: Layout) -> float:
 
 
 def _communication_bytes(trace: TrainingTrace, layout: Layout, gradients: float, done: float) -> float:
-    """Return the bytes of gathered weights and of gradients in reduction, with ``done`` of the backward complete."""
+    """Return the bytes of gathered weights and reduced gradients, when ``done`` of the backward is complete."""
     if layout.sharding == "none":  # replicas have buckets for all gradients from the beginning
         return gradients if layout.replicas > 1 else 0.0
     if layout.shards == 1:
@@ -213,7 +213,7 @@ def _communication_bytes(trace: TrainingTrace, layout: Layout, gradients: float,
 
 
 def _local_fraction(trace: TrainingTrace, layout: Layout) -> float:
-    """Return the fraction of the weights on one pipeline stage and tensor-parallel rank, before sharding."""
+    """Return the fraction of weights on one pipeline stage and tensor-parallel rank, before sharding."""
     total = max(trace.weights, 1)
     undivided = (total - trace.divisible) / total + trace.divisible / total / layout.tp
     inside = (total - trace.outside_blocks) / total
@@ -221,7 +221,7 @@ def _local_fraction(trace: TrainingTrace, layout: Layout) -> float:
 
 
 def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state of the whole model, as the strategy keeps them."""
+    """Return the bytes of weights, gradients and optimizer state of the whole model in this strategy."""
     if not layout.sharding.startswith("zero") or trace.autocast_bytes is None:
         return trace.weights, trace.gradients, trace.optimizer
     # DeepSpeed trains lower precision on the weights themselves, and keeps full ones beside the optimizer state.
@@ -263,7 +263,7 @@ class Candidate:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """The candidates in the order of trial, up to the first that fits; it is chosen."""
+    """The candidate layouts in the order of trial, up to the chosen one, which is the first that fits."""
 
     model: str
     gpus: int
@@ -347,10 +347,10 @@ def propose(
     """Return the plan for ``gpus`` devices of ``memory`` bytes each.
 
     Args:
-        trace_step: the traced step, with activation checkpointing or without.
+        trace_step: returns the traced step, with activation checkpointing or without.
 
     Raises:
-        SettingError: numbers that can't be.
+        SettingError: a number is invalid.
     """
     if gpus < 1 or gpus_per_host < 1 or (gpus > gpus_per_host and gpus % gpus_per_host):
         raise SettingError(
@@ -375,7 +375,7 @@ def propose(
 
 
 def _in_order(gpus: int, gpus_per_host: int) -> Iterator[tuple[Layout, bool]]:
-    """Yield layouts with ``recompute``: data-parallel ones without, then with it, then the costlier ones."""
+    """Yield layouts with ``recompute``: data-parallel ones without it, then with it, then the costlier ones."""
     every = list(layouts(gpus, gpus_per_host))
     simple = [each for each in every if each.tp == each.cp == 1 and not each.offload_weights]
     yield from ((each, False) for each in simple)
@@ -410,7 +410,7 @@ def _bytes_of(candidate: Candidate) -> list[int]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column begins, the others end together."""
+    """Return the lines of a table, with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 

@@ -1,4 +1,4 @@
-"""``accelerate plan``: how to spread a training run over some GPUs, by the memory that it needs on each of them."""
+"""``accelerate plan``: choose how to distribute a training run over some GPUs, by its memory on each of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan_command(args: argparse.Namespace) -> None:
     """Print the plan and write its configuration.
 
     Raises:
-        AccelerateError: the model isn't known or can't be traced, or the numbers can't be.
+        AccelerateError: the model is unknown or can't be traced, or a number is invalid.
     """
     import torch
 
@@ -134,7 +134,7 @@ def _subject(args: argparse.Namespace) -> tuple[Traceable, str | OptimizerFactor
 def settings_of(
     way: Candidate, gpus: int, gpus_per_host: int, mixed_precision: str, blocks: Sequence[str] = ()
 ) -> Settings:
-    """Return the settings of a run by the plan ``way``; ``blocks`` are the classes that FSDP shards one by one."""
+    """Return the settings of a run for the plan ``way``; ``blocks`` are the classes that FSDP wraps."""
     layout = way.layout
     hosts = max(1, gpus // gpus_per_host)
     label = "NO" if gpus == 1 else "MULTI_GPU"

@@ -82,8 +82,8 @@ class Estimate:
 def estimate(subject: Traceable, dtypes: Sequence[str], layouts: Sequence[Layout], **step: Any) -> Estimate:
     """Estimate the model's size in each precision, and the memory of one training step per rank of each layout.
 
-    ``step`` goes to ``trace_training``. Where the model can't be traced, activations are left out, and ``untraced``
-    holds the reason.
+    ``step`` are arguments of ``trace_training``. If the model can't be traced, activations are omitted and ``untraced``
+    is the reason.
     """
     untraced = None
     try:
@@ -139,7 +139,7 @@ def _title(found: Estimate) -> str:
 
 
 def draw(found: Estimate, path: str | PathLike[str]) -> None:
-    """Write a chart to the file, with a bar for each layout, divided by what its memory is for.
+    """Write a chart to the file, with one bar per layout, divided by the purpose of memory.
 
     Raises:
         MissingDependency: matplotlib isn't installed.

@@ -1,4 +1,4 @@
-"""The model to be estimated: a name on the hub, a folder, a function, or a training script. Internal."""
+"""The model to estimate: a name on the hub, a folder, a function, or a training script. Internal."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _CONFIG: Final = "config.json"
 
 
 def find_subject(model: str, library_name: Library | None = None, trust_remote_code: bool = False) -> Traceable:
-    """Find the model of that name: ``module:function`` or ``file.py:function``, a folder, or a name on the hub.
+    """Return the model of that name: ``module:function`` or ``file.py:function``, a folder, or a name on the hub.
 
-    A function returns the model, or the model and ``inputs(batch, sequence)``, which makes what it is called with.
-    Models of the hub are looked for among the downloaded files first.
+    A function returns the model, or the model and ``inputs(batch, sequence)``, which creates its inputs. Models of the
+    hub are first looked up in the downloaded files.
 
     Raises:
-        SettingError: there is no such function, or it doesn't build a model.
-        CheckpointNotFound: there is no such model here, and it can't be downloaded.
+        SettingError: the function doesn't exist, or doesn't build a model.
+        CheckpointNotFound: the model isn't on this machine, and can't be downloaded.
         MissingDependency: the library that builds the model isn't installed.
     """
     if ":" in model and not Path(model).exists():
@@ -77,13 +77,13 @@ def _config_of_hub(name: str) -> Path:
 
 @final
 class FromFunction:
-    """A model built by a function of the user."""
+    """A model built by a user's function."""
 
     def __init__(self, address: str) -> None:
         """Import the function.
 
         Raises:
-            SettingError: it isn't there.
+            SettingError: it doesn't exist.
         """
         self.name = address
         self._function = _imported(address)
@@ -155,7 +155,7 @@ class FromTransformers:
 
 @final
 class FromTimm:
-    """A model that timm builds by the name in its configuration."""
+    """A model that timm builds from the name in its configuration."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         self.name = name
@@ -174,7 +174,7 @@ class FromTimm:
 
 @final
 class FromWeights:
-    """A model known only by a folder of weights: its sizes, but not how it runs."""
+    """A model given only by a folder of weights: its sizes are known, but not its forward."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of the files.
@@ -229,7 +229,7 @@ _SIDE = 224
 
 
 def inputs_of_transformers(model: nn.Module, batch: int, sequence: int) -> dict[str, torch.Tensor] | None:
-    """Return the arguments of a transformers model's training step; None where its main input is of no known kind."""
+    """Return a transformers model's arguments for a training step; None if its main input is of an unknown kind."""
     config = model.config
     main = getattr(model, "main_input_name", "input_ids")
     accepted = inspect.signature(model.forward).parameters
@@ -261,7 +261,7 @@ def inputs_of_transformers(model: nn.Module, batch: int, sequence: int) -> dict[
 
 
 def inputs_of_timm(model: nn.Module, batch: int) -> tuple[torch.Tensor]:
-    """Return the images that a timm model takes."""
+    """Return the input images of a timm model."""
     about: Any = getattr(model, "default_cfg", None) or {}
     return (torch.zeros(batch, *about.get("input_size", (_CHANNELS, _SIDE, _SIDE))),)
 
@@ -282,7 +282,7 @@ def _images(config: object, batch: int) -> torch.Tensor:
 
 
 class _Reached(BaseException):
-    """The signal of a script's ``prepare`` call; no ``Exception``, which the script might catch."""
+    """The signal that a script calls ``prepare``; not an ``Exception``, which the script might catch."""
 
     def __init__(self, objects: Sequence[object]) -> None:
         self.objects = objects
@@ -290,13 +290,13 @@ class _Reached(BaseException):
 
 @final
 class FromScript:
-    """The model, and perhaps the optimizer and batches, that a script gives to its first ``prepare`` call."""
+    """The model, and perhaps the optimizer and batches, that a script passes to its first ``prepare`` call."""
 
     def __init__(self, path: str, arguments: Sequence[str] = ()) -> None:
         """Run the script up to its first ``prepare`` call.
 
         Raises:
-            PreparationError: it ends or fails before, or prepares no model.
+            PreparationError: it ends or fails before that, or prepares no model.
         """
         self.name = path
         objects = _objects_of(path, arguments)
@@ -313,14 +313,14 @@ class FromScript:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch of the script; None where it prepares no loader."""
+        """The number of samples in a batch of the script; None if it prepares no loader."""
         from ...nested import ignorant_find_batch_size
 
         return None if self._batch is None else ignorant_find_batch_size(self._batch)
 
     @property
     def optimizer(self) -> OptimizerFactory | None:
-        """A function that makes the script's kind of optimizer; None if it prepares none."""
+        """A function that creates the script's kind of optimizer; None if it prepares none."""
         used = self._optimizer
         return None if used is None else lambda parameters: type(used)(parameters, **_own(used))
 
@@ -331,7 +331,7 @@ class FromScript:
         return copy.deepcopy(self._model)
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
-        """Return the script's own batch: as keywords, or its first tensor."""
+        """Return the script's own batch: as keyword arguments, or its first tensor."""
         if self._batch is None or isinstance(self._batch, Mapping):
             return self._batch
         return (self._batch[0] if isinstance(self._batch, (list, tuple)) else self._batch,)

@@ -1,4 +1,4 @@
-"""A trace of one training step's memory, on tensors without values. Internal."""
+"""Trace the memory of one training step on tensors without values. Internal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Opt
 
 
 class Traceable(Protocol):
-    """A model that can be built without values, with inputs to call it with."""
+    """A model that can be built without values, and its inputs."""
 
     @property
     def name(self) -> str:
@@ -43,14 +43,14 @@ class Traceable(Protocol):
         ...
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
-        """Return inputs of any values to call the model with; None where they aren't known."""
+        """Return inputs with arbitrary values for the model; None if they aren't known."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Moment:
-    """The live bytes at one moment of the forward or backward pass, beside weights and optimizer state."""
+    """The live bytes at one moment of the forward or backward pass, without weights and optimizer state."""
 
     gradients: int
     activations: int
@@ -59,7 +59,7 @@ class Moment:
 @final
 @dataclass(frozen=True)
 class TrainingTrace:
-    """The bytes of one training step on one device, once optimizer state exists."""
+    """The bytes of one training step on one device, when optimizer state exists."""
 
     name: str
     batch: int
@@ -118,22 +118,22 @@ def trace_training(
     activations: bool = True,
     device: torch.device | str | None = None,
 ) -> TrainingTrace:
-    """Trace the memory that one training step of the model needs, in seconds and without allocating it.
+    """Trace the memory of one training step of the model, in seconds and without allocating it.
 
     Args:
-        subject: the model, as ``find_subject`` gives it.
-        batch: samples of one micro-batch.
-        sequence: tokens of one sample, where the model reads text.
-        dtype: of the weights; left out, as the model has them.
+        subject: the model, from ``find_subject``.
+        batch: the number of samples in one micro-batch.
+        sequence: the number of tokens in one sample, for text models.
+        dtype: the dtype of the weights; None keeps the model's.
         autocast: the lower precision in which the forward pass computes.
-        optimizer: the name of a class of ``torch.optim``, or what makes one from parameters.
-        recompute: activation checkpointing of the repeated blocks.
-        activations: without them the model isn't run, so it doesn't matter what it is called with.
-        device: whose kernels and allocator are counted; left out, this machine's best.
+        optimizer: the name of a class in ``torch.optim``, or a function that creates one from parameters.
+        recompute: use activation checkpointing for the repeated blocks.
+        activations: trace the forward and backward; otherwise the model isn't run, and its inputs need not be known.
+        device: the device type whose kernels and allocator are simulated; by default, this machine's best.
 
     Raises:
-        SettingError: the optimizer isn't known.
-        PreparationError: the model can't be run without values, or nobody knows what it is called with.
+        SettingError: the optimizer is unknown.
+        PreparationError: the model can't run without values, or its inputs are unknown.
     """
     target = torch.device(available_kind().name if device is None else device)
 
@@ -207,10 +207,10 @@ def _traced(
 
 
 def optimizer_of(requested: str | OptimizerFactory, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """Make the optimizer of the model's trainable parameters.
+    """Return a new optimizer for the model's trainable parameters.
 
     Raises:
-        SettingError: torch has none of that name.
+        SettingError: torch has no optimizer of that name.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if callable(requested):
@@ -308,7 +308,7 @@ class _TracedStep:
 
 
 def _few_bits(requested: str | OptimizerFactory) -> Any:
-    """Return torchao's optimizer of this name, which keeps its state in few bits; None if it is another's name."""
+    """Return torchao's low-bit optimizer of this name; None if torchao has none."""
     name = next((name for name in _FEW_BITS if isinstance(requested, str) and requested.lower() == name.lower()), None)
     if name is None:
         return None
@@ -328,7 +328,7 @@ def _called(model: nn.Module, inputs: ModelInputs) -> object:
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in a model's output, or the mean of its first floating-point tensor."""
+    """Return the loss in a model's output, or the mean of the first floating-point tensor in it."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -349,7 +349,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[object]:
 
 
 def _move_to_fake_device(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Replace parameters and buffers by fake tensors on the device; ties stay ties."""
+    """Replace parameters and buffers by fake tensors on the device, and keep ties."""
     done: dict[int, tuple[torch.Tensor, Any]] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -381,7 +381,7 @@ def _moved(inputs: ModelInputs, device: torch.device) -> ModelInputs:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Make the repeated blocks keep only their inputs for the backward pass."""
+    """Make the repeated blocks save only their inputs for the backward pass."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -403,7 +403,7 @@ def _divisible(model: nn.Module) -> int:
 
 
 def _frontier(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Return the Pareto frontier of the moments: those that no other exceeds in both numbers."""
+    """Return the Pareto frontier of the moments: those that no other moment exceeds in both numbers."""
     kept: list[Moment] = []
     for moment in sorted(moments, key=lambda each: (-each.gradients, -each.activations)):
         if not kept or moment.activations > kept[-1].activations:
