@@ -1,11 +1,11 @@
-"""A run that goes on when ranks are lost, without a restart: `accelerate launch --keep_replicas`. Internal.
+"""Continue a run without a restart when ranks are lost: `accelerate launch --keep_replicas`. Internal.
 
-- `engine`: starts and supervises the ranks, and replaces lost ones.
-- `launcher_members`: the launcher's part of the agreement: who lives.
-- `membership`: the ranks' part of it, in place of a process group.
-- `strategy`: gradients, averaged over those who gave theirs.
-- `shared_epoch`: the samples of an epoch, shared by the living ranks.
-- `loop`: where new processes join, and too few ranks save and end.
+- `engine`: start and supervise the ranks, and replace lost ones.
+- `launcher_members`: the launcher's part of the membership protocol.
+- `membership`: the ranks' part of it, instead of a process group.
+- `strategy`: average gradients over the ranks that contributed theirs.
+- `shared_epoch`: divide the samples of an epoch among the living ranks.
+- `loop`: let new processes join between batches, or save and end if too few ranks live.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GUEST: Final = Guest(
 
 
 def attach(run: Accelerator, asked: object) -> LoopHook | None:
-    """Return the hook by which processes join ``run`` between its batches; None where no rank may be lost."""
+    """Return the hook that lets processes join ``run`` between batches; None if the run can't survive lost ranks."""
     if run.world.members is None:
         return None
     from .loop import join_replicas

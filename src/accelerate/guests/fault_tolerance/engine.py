@@ -1,4 +1,4 @@
-"""The processes of one machine whose run goes on when one is lost; the lost ones are replaced."""
+"""The processes of one machine in a run that continues when a process is lost; lost processes are replaced."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _NUM_RESTARTS: Final = "max_restarts"
 
 @final
 class FaultTolerantProcesses(LaunchEngine):
-    """Ranks 0..N-1 of this host, supervised by this process, which replaces lost ones."""
+    """Ranks 0..N-1 of this host, supervised by this process, which replaces lost ranks."""
 
     name = "fault_tolerant"
     is_instead_of_others = True
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether lost ranks are to be replaced, or the least number of living ones was given."""
+        """Return whether to replace lost ranks, or the minimum number of living ranks was given."""
         return settings.launch.keep_replicas > 0 or settings.was_given("launch.min_replicas")
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """Plan the processes as `--launcher local` does.
+        """Plan the processes like `--launcher local`.
 
         Raises:
-            SettingError: lost ranks aren't to be replaced, fewer ranks than must live are started, or what else was
-                asked for needs another engine.
+            SettingError: lost ranks aren't replaced, fewer ranks than the minimum are started, or another option
+                needs another engine.
         """
         launch = settings.launch
         if not launch.keep_replicas:
@@ -80,7 +80,7 @@ class FaultTolerantProcesses(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run all ranks and return 0 or the exit code of the first cause; start a failed run again, as planned."""
+        """Run all ranks and return 0 or the exit code of the first cause; restart a failed run as planned."""
         from ...settings import env
 
         num_replacements, minimum, num_restarts = (
@@ -110,23 +110,23 @@ class FaultTolerantProcesses(LaunchEngine):
 
 @final
 class _Losses(LossPolicy):
-    """The members of a run go on when one of them is lost, and a new process takes its place."""
+    """The supervisor's reaction to lost ranks: the other members continue, and a new process replaces the lost one."""
 
     def __init__(self, members: ReplicaMembers) -> None:
         self._members = members
 
     def begin(self, selector: selectors.BaseSelector, reaper: Reaper) -> None:
-        """Let the ranks find the members."""
+        """Register the members' connections with ``selector``, and remove their folder at the end."""
         reaper.remove_at_end(self._members.folder)
         self._members.register(selector)
 
     def environment(self, plan: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a rank of the start."""
+        """Return the environment variables of a rank."""
         around = (REPLICA_JOINS_VARIABLE,)  # of a launch around this one
         return {name: value for name, value in plan.items() if name not in around} | self._members.environment
 
     def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:
-        """Tell the others that ``rank`` has ended, and return whether they go on."""
+        """Tell the other members that ``rank`` has ended, and return whether they continue."""
         members = self._members
         was_member = rank in members.members
         members.lost(rank, has_failed=code != 0)
@@ -146,7 +146,7 @@ class _Losses(LossPolicy):
         return Loss(True, outlook, joins, given_up)
 
     def missed(self, well: Collection[int]) -> str:
-        """Return that the main process was lost, if it was."""
+        """Return a note that the main process was lost, if it was."""
         if 0 in well:
             return ""
         return (

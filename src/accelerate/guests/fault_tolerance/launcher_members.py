@@ -1,6 +1,6 @@
-"""The launcher's part of a run whose replicas are kept: who is a member, and the exchanges among the members.
+"""The launcher's part of a fault-tolerant run: it decides the membership and answers the members' exchanges.
 
-Torch-free. One thread, the supervisor's, does all of it, so every end of a rank lies before or after every exchange.
+It needs no torch. Everything runs on the supervisor's thread, so a rank's end is always before or after an exchange.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ONE_PROCESS: Final = (
 
 @final
 class _Connection:
-    """The connection of one process: its rank, and what it has sent of its next line."""
+    """The connection of one process: its rank, and the received part of its next line."""
 
     def __init__(self, opened: socket.socket) -> None:
         self.socket, self.rank, self.pending = opened, -1, b""
@@ -61,13 +61,13 @@ class ReplicaMembers:
     """The members of one run on this host, and the processes that wait to become members.
 
     Args:
-        size: ranks at the start; all of them are members.
-        num_replacements: how many lost ranks are replaced by new processes.
-        minimum: with fewer members, these are to save and end.
+        size: the number of ranks at the start; all of them are members.
+        num_replacements: the maximum number of lost ranks to replace by new processes.
+        minimum: with fewer members, the members save and end.
 
     Attributes:
-        ending: why all members are to save and end; empty while they go on.
-        is_preempted: a member got a notice of preemption.
+        ending: why all members have to save and end; empty while they continue. is_preempted: whether a member got a
+            notice of preemption.
     """
 
     def __init__(self, size: int, num_replacements: int, minimum: int = 1) -> None:
@@ -98,11 +98,11 @@ class ReplicaMembers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which ranks find the members, and know how few may go on."""
+        """The environment variables with which ranks find the members and know the minimum."""
         return {REPLICAS_FOLDER_VARIABLE: str(self.folder), REPLICAS_MINIMUM_VARIABLE: str(self.minimum)}
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Let ``selector`` call this object's functions, which it finds as the data of its keys."""
+        """Let ``selector`` call this object's functions, which are the data of its keys."""
         self._selector = selector
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
@@ -156,7 +156,7 @@ class ReplicaMembers:
         self._complete()
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
-        """Note that the process of ``rank`` has ended. What it gave before counts."""
+        """Note that the process of ``rank`` has ended; the values it sent before still count."""
         if has_failed:
             self._starters.discard(rank)
         elif rank in self._starters:
@@ -191,7 +191,7 @@ class ReplicaMembers:
             self._waiting.discard(connection.rank)
 
     def _complete(self) -> None:
-        """Answer the running exchange, once every living member has given its value."""
+        """Answer the running exchange once every living member has sent its value."""
         if not self._arrived or not self.members or not self.members <= self._arrived.keys():
             return
         arrived, self._arrived = self._arrived, {}
@@ -228,7 +228,7 @@ class ReplicaMembers:
     # -- replacement ---------------------------------------------------------------------------------------
 
     def replace(self) -> bool:
-        """Return whether a lost rank gets a new process; count it."""
+        """Return whether a lost rank gets a new process, and count the replacement."""
         if not self.members or self.ending or self.num_replaced >= self.num_replacements:
             return False
         self.num_replaced += 1
@@ -236,7 +236,7 @@ class ReplicaMembers:
 
 
 def remove_left_folders(place: Path) -> None:
-    """Remove this user's folders in ``place``, on this host's own disk, of launchers that were killed."""
+    """Remove this user's folders in ``place``, on this host's own disk, of killed launchers."""
     for folder in place.glob(f"{_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             if folder.stat().st_uid != os.getuid():

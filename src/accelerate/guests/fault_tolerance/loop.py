@@ -1,4 +1,4 @@
-"""A run whose replicas are kept: at a step's end processes join in place of lost ones, or too few save and end."""
+"""The loop of a fault-tolerant run: processes join between batches, or too few ranks save and end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def join_replicas(run: Accelerator) -> LoopHook:
-    """Return the hook by which processes join ``run`` between its batches, or this process joins before its first.
+    """Return the hook that lets processes join ``run`` between batches, or this process before its first batch.
 
     Raises:
-        SettingError: the run is to save when few ranks live, but has no folder; or it computes in fp16 or fp8.
+        SettingError: the run has a minimum of ranks but no folder to save to, or it computes in fp16 or fp8.
     """
     precision = run.settings.run.mixed_precision
     if precision in ("fp16", "fp8"):
@@ -40,21 +40,21 @@ def join_replicas(run: Accelerator) -> LoopHook:
 
 @final
 class _KeptRun(LoopHook):
-    """The places between two batches, at which a process may join."""
+    """The points between two batches at which a process may join."""
 
     def __init__(self, run: Accelerator, membership: Membership) -> None:
         self._run, self._membership = run, membership
         self._state_to_enter_with: dict[str, Any] | None = None
 
     def begin_pass(self, loader: object) -> None:
-        """Do the same before the first batch of a pass over ``loader``."""
+        """Do the same as :meth:`between_batches` before the first batch of a pass over ``loader``."""
         self.between_batches(loader, begins=True)
 
     def between_batches(self, loader: object, begins: bool = False) -> None:
         """Join, let others join, or save and end, before the next batch of ``loader``.
 
         Raises:
-            SystemExit: too few ranks live, or one is preempted; they have saved.
+            SystemExit: too few ranks live, or one is preempted; the run is saved.
         """
         membership = self._membership
         if membership.is_joining:
@@ -72,7 +72,7 @@ class _KeptRun(LoopHook):
                 self._save_and_end(loader, begins)
 
     def _join(self, begins: bool) -> None:
-        """Become a member; where a pass ``begins``, the script comes to the others' epoch by passes without batches."""
+        """Become a member; if a pass ``begins``, skip passes until the script reaches the others' epoch."""
         state = self._membership.receive_state()
         if begins:
             self._state_to_enter_with = state
@@ -86,7 +86,7 @@ class _KeptRun(LoopHook):
         self._membership.is_entering = True
 
     def _enter(self) -> None:
-        """Continue at the others' position, with their common state."""
+        """Continue at the others' position, with their state."""
         self._membership.is_entering = False
         if self._state_to_enter_with is not None:
             self._restore(self._state_to_enter_with)

@@ -1,8 +1,8 @@
-"""The members of a run with kept replicas: exchange values between living ranks, any of which may die.
+"""The members of a fault-tolerant run: exchange values between living ranks, any of which may die.
 
-The launcher decides who is a member, because it is the parent of all ranks and outlives them: it hears each rank's end
-from the kernel. An exchange is complete once every living member has given its value; all members get the same answer,
-so whatever they do next, they do alike. What a rank gave before it died counts, and lies in shared memory.
+The launcher decides the membership, because it is the parent of all ranks and outlives them: the kernel tells it when a
+rank ends. An exchange is complete once every living member has sent its value. All members get the same answer, so
+they all do the same next. Values that a rank sent before it died still count, and are in shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Made = TypeVar("Made")
 @final
 @dataclass(frozen=True)
 class Answer:
-    """The same answer to every member: what each gave, who lives, who waits to join, and why the run ends."""
+    """The same answer to every member: all values, the living and the waiting ranks, and why the run ends."""
 
     values: Mapping[int, Any]
     members: tuple[int, ...]
@@ -48,7 +48,7 @@ class Answer:
 
     @classmethod
     def of(cls, line: bytes) -> Answer:
-        """Return the answer in a line from the launcher."""
+        """Parse the answer in a line from the launcher."""
         found = json.loads(line)
         if "error" in found:
             raise CollectiveError(found["error"])
@@ -58,12 +58,12 @@ class Answer:
 
 @final
 class Membership(Members):
-    """This process's part of a run whose replicas are kept.
+    """This process's part of a fault-tolerant run.
 
     Args:
-        folder: the launcher's.
-        joins: this process takes the place of a lost one, and isn't a member until it has a member's state.
-        minimum: with fewer living members, these save and end.
+        folder: the launcher's folder.
+        joins: this process replaces a lost one; it becomes a member once it has a member's state.
+        minimum: with fewer living members, the members save and end.
     """
 
     def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1) -> None:
@@ -94,31 +94,31 @@ class Membership(Members):
 
     @property
     def is_behind(self) -> bool:
-        """Whether this process is on its way to the place in the script where the others are."""
+        """Whether this process still has to catch up with the others' position in the script."""
         return self.is_joining or self.is_entering
 
     @property
     def writes_files(self) -> bool:
-        """Whether this process writes files as the main process; not before it has caught up with the others."""
+        """Whether this process writes files as the main process; False until it has caught up."""
         return self.rank == 0 and not self.is_behind
 
     def wait_for_everyone(self) -> None:
-        """Wait until every member makes this call; the others have been here before a process that isn't one yet."""
+        """Wait until every member calls this; a process that isn't a member yet doesn't wait."""
         if not self.is_behind:
             self.exchange("wait_for_everyone")
 
     def why_not(self, operation: str) -> str:
-        """Return that the ranks share gradients only."""
+        """Return the reason: the ranks exchange only gradients."""
         return (
             f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run share gradients only, "
             "as any rank may be lost. Compute metrics on the main process, or leave --keep_replicas out."
         )
 
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
-        """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, on all.
+        """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, everywhere.
 
         Raises:
-            CheckpointError: it failed, or a window of gradient accumulation is open.
+            CheckpointError: saving failed, or an accumulation window is open.
         """
         if is_window_open:
             raise CheckpointError(
@@ -148,14 +148,14 @@ class Membership(Members):
         data_seed: int | None,
         common: Mapping[str, object],
     ) -> object:
-        """Return a loader over the same data, whose samples the living ranks share."""
+        """Return a loader over the same data, with samples divided among the living ranks."""
         from .shared_epoch import shared_loader
 
         world, loader = current_world(), cast("DataLoader[object]", dataloader)
         return shared_loader(loader, self, 1 if world is None else world.size, arguments, data_seed, **common)
 
     def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
-        """Pass the notices to this process on in the next exchange."""
+        """Pass notices to this process on to the members in the next exchange."""
         self.exit_code = exit_code
         if self.notices is None:
             self.notices = start_notices()
@@ -163,11 +163,11 @@ class Membership(Members):
     # -- exchanges -----------------------------------------------------------------------------------------
 
     def exchange(self, operation: str, value: object = None) -> Answer:
-        """Give ``value`` to all members, and return what each gave in this operation; before it enters, its own alone.
+        """Send ``value`` to all members, and return all members' values; before this process joins, only its own.
 
         Raises:
-            CollectiveError: members are in different operations, this process has yet to join them, or the launcher
-                has ended.
+            CollectiveError: members are in different operations, this process hasn't joined yet, or the launcher has
+                ended.
         """
         if self.is_joining or (self.is_entering and operation == "update"):
             raise CollectiveError(
@@ -198,7 +198,7 @@ class Membership(Members):
     def made_by_lowest(self, operation: str, make: Callable[[], Made]) -> tuple[Made, bool]:
         """Call ``make()`` on the lowest member only; return its value, and whether this rank is that member.
 
-        If it dies before it has given the value (JSON, not None), the next member calls ``make``.
+        If it dies before it has sent the value (JSON, not None), the next member calls ``make``.
         """
         while True:
             lowest = min(self.members or self.exchange("members").members)
@@ -210,10 +210,11 @@ class Membership(Members):
     # -- sums ----------------------------------------------------------------------------------------------
 
     def add_up(self, flat: torch.Tensor, value: object) -> tuple[torch.Tensor, Mapping[int, Any]]:
-        """Return the sum of all members' ``flat`` tensors, in the order of ranks, and what each gave beside it.
+        """Return the sum of all members' ``flat`` tensors in the order of ranks, and the other value each sent.
 
-        The sum is the same bit by bit everywhere. A member that dies before it has given its tensor isn't in the sum;
-        one that dies later is, everywhere. Buffers take turns: whoever gives a tensor has read those before the last.
+        The sum is bit for bit the same on all members. It omits a member that dies before it has sent its tensor, and
+        includes one that dies later. Two buffers alternate: a member that sends a tensor has read the one before the
+            last.
         """
         turn = self._num_updates % 2
         self._num_updates += 1
@@ -232,7 +233,7 @@ class Membership(Members):
         return total, {rank: given["value"] for rank, given in values.items()}
 
     def piece_of(self, rank: int, flat: torch.Tensor, start: int) -> torch.Tensor:
-        """Return what ``rank`` gave in the last sum, from element ``start`` on."""
+        """Return the tensor that ``rank`` sent to the last sum, from element ``start`` on."""
         return self._buffer(rank, (self._num_updates - 1) % 2, flat)[start:]
 
     def _buffer(self, rank: int, turn: int, like: torch.Tensor) -> torch.Tensor:
@@ -255,19 +256,19 @@ class Membership(Members):
     # -- states --------------------------------------------------------------------------------------------
 
     def share_state(self, operation: str, make: Callable[[], object]) -> Any:
-        """Return the lowest member's state, made there with ``make``; None on the lowest member itself."""
+        """Return the lowest member's state, created there by ``make``; None on the lowest member itself."""
         path, is_own = self.made_by_lowest(operation, lambda: self._write(make()))
         return None if is_own else _load(path)
 
     def receive_state(self) -> Any:
-        """Wait until the members admit this process, and return the state that they have in common."""
+        """Wait until the members admit this process, and return their common state."""
         self._send({"operation": "join", "value": None})
         answer = self._receive()
         self.is_joining, self._num_updates = False, answer.values[-1]
         return _load(next(value for rank, value in sorted(answer.values.items()) if rank >= 0 and value))
 
     def admit(self, make: Callable[[], object]) -> None:
-        """Let the processes that wait join, with the state of the lowest member."""
+        """Let the waiting processes join, with the state of the lowest member."""
         while self.joining:
             path = self._write(make()) if self.rank == min(self.members) else None
             answer = self.exchange("admit", {"path": path, "updates": self._num_updates})
@@ -290,7 +291,7 @@ class Membership(Members):
 
 
 def join(rank: int) -> Membership:
-    """Return the membership of ``rank`` by the launcher's variables."""
+    """Return the membership of ``rank``, according to the launcher's environment variables."""
     minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
     joins = bool(read(REPLICA_JOINS_VARIABLE))
     return Membership(Path(read(REPLICAS_FOLDER_VARIABLE) or ""), rank, joins=joins, minimum=minimum)

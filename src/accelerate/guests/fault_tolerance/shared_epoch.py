@@ -1,4 +1,4 @@
-"""An epoch with samples shared anew at each step, so that living ranks read a lost rank's samples."""
+"""An epoch whose samples are assigned anew at each step, so that living ranks read a lost rank's samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @final
 class SharedEpoch:
-    """The samples of an epoch that aren't part of an update yet: the same on all ranks, without communication.
+    """The samples of an epoch that no update contains yet, identical on all ranks without communication.
 
-    A step takes up to ``batch_size`` samples for each living rank. Those of a rank that gave no gradient to the update
-    of its accumulation window go back to the front.
+    A step takes up to ``batch_size`` samples for each living rank. The samples of a rank that didn't contribute a
+    gradient to the update return to the front.
     """
 
     def __init__(self, batch_size: int, order: Sequence[int] = (), *, drop_last: bool = False) -> None:
@@ -41,7 +41,7 @@ class SharedEpoch:
 
     @property
     def num_left(self) -> int:
-        """Number of samples not taken by any rank, or returned since."""
+        """The number of samples that no rank has taken, or that were returned."""
         return len(self._order) - self._position
 
     def has_step(self, members: Sequence[int]) -> bool:
@@ -49,7 +49,7 @@ class SharedEpoch:
         return self.num_left >= (self.batch_size * len(members) if self.drop_last else 1)
 
     def draw(self, members: Sequence[int]) -> dict[int, list[int]]:
-        """Take the samples of the next step, and return each member's; equally many, up to one."""
+        """Take the samples of the next step and return each member's; their numbers differ by at most one."""
         num_samples = min(self.batch_size * len(members), self.num_left)
         shares, start = {}, self._position
         for number, rank in enumerate(sorted(members)):
@@ -61,7 +61,7 @@ class SharedEpoch:
         return shares
 
     def commit(self, contributors: Iterable[int]) -> None:
-        """Note an update that contains the samples of ``contributors``; those of other ranks go back."""
+        """Record an update with the samples of ``contributors``; the samples of other ranks are returned."""
         given = set(contributors)
         back = [index for rank, taken in sorted(self._open.items()) if rank not in given for index in taken]
         self._open.clear()
@@ -71,19 +71,19 @@ class SharedEpoch:
         self.checksum = zlib.crc32(repr((sorted(given), self.num_left)).encode(), self.checksum)
 
     def copy(self) -> SharedEpoch:
-        """Return a copy, to draw ahead from."""
+        """Return a copy from which samples can be drawn ahead."""
         copied = SharedEpoch(self.batch_size, drop_last=self.drop_last)
         copied._order, copied._position = self._order, self._position  # the list is replaced, and never changed
         return copied
 
     def state(self) -> dict[str, object]:
-        """Return what another process goes on from, between two windows."""
+        """Return the state from which another process continues, between two windows."""
         taken = {str(rank): torch.tensor(own, dtype=torch.int64) for rank, own in self._open.items()}
         order = torch.tensor(self._order[self._position :], dtype=torch.int64)
         return {"order": order, "checksum": self.checksum, "open": taken}  # open: batches that all left out
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Continue from ``state``."""
         self._order, self._position = state["order"].tolist(), 0
         self._open = {int(rank): taken.tolist() for rank, taken in state.get("open", {}).items()}
         self.checksum = state["checksum"]
@@ -91,7 +91,7 @@ class SharedEpoch:
 
 @final
 class _Shares:
-    """A batch sampler that draws one rank's batches ahead; a rank without samples reads a filler, not counted."""
+    """A batch sampler that draws one rank's batches ahead; a rank without samples reads an uncounted filler."""
 
     def __init__(self, epoch: SharedEpoch, members: Sequence[int], rank: int) -> None:
         self._epoch, self._members, self._rank = epoch, members, rank
@@ -102,14 +102,14 @@ class _Shares:
 
 
 def own_share(shares: Mapping[int, list[int]], rank: int) -> tuple[list[int], int]:
-    """Return the indices that ``rank`` reads, and how many of them count."""
+    """Return the indices that ``rank`` reads, and the number of them that count."""
     own = shares[rank]
     return (own, len(own)) if own else (next(share for share in shares.values() if share)[:1], 0)
 
 
 @final
 class SharedLoader(PreparedLoader):
-    """A prepared loader of a run whose replicas are kept: each sample of an epoch is part of one update."""
+    """A prepared loader of a fault-tolerant run: each sample of an epoch is part of exactly one update."""
 
     def __init__(self, dataset: Dataset[object], membership: Membership, data_seed: int | None, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
@@ -125,7 +125,7 @@ class SharedLoader(PreparedLoader):
         self._num_missed = 0  # passes that the others have finished before this process joined them
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """Read an epoch; nothing of one that the others finished before this process joined them."""
+        """Iterate over an epoch; over nothing if the others finished it before this process joined."""
         if self.membership.is_joining:
             for hook in self.gradient_state.hooks.begin_pass:
                 hook(self)
@@ -143,7 +143,7 @@ class SharedLoader(PreparedLoader):
 
     @property
     def iteration(self) -> int:
-        """The epoch of the running pass, or of the next one; a new process in the place of a lost one joins here."""
+        """The epoch of the running or the next pass, in which a replacement process joins."""
         if self.membership.is_joining:
             for hook in self.gradient_state.hooks.between_batches:
                 hook(self)
@@ -154,10 +154,10 @@ class SharedLoader(PreparedLoader):
         self.progress.epoch = value
 
     def commit(self, contributors: Iterable[int], checksums: Iterable[int]) -> None:
-        """Note an update. The ``checksums`` of all ranks' orders are compared.
+        """Record an update; the ``checksums`` of all ranks' sample orders are compared.
 
         Raises:
-            CollectiveError: ranks have different orders.
+            CollectiveError: ranks have different sample orders.
         """
         self.is_trained = True
         if set(checksums) != {self.epoch_shared.checksum}:
@@ -170,7 +170,7 @@ class SharedLoader(PreparedLoader):
     def shared_state(self, *, begins: bool) -> dict[str, Any]:
         """Return the position for a joining process; if a pass ``begins``, the previous one is over.
 
-        A position that was restored, and that no pass has gone on from yet, is the position.
+        A restored position from which no pass has continued yet is returned unchanged.
         """
         last = self.progress.batch_info
         is_over = last is not None and last.is_last and not self.epoch_shared.num_left
@@ -179,12 +179,12 @@ class SharedLoader(PreparedLoader):
         return {"epoch": self.progress.epoch + is_over, "running": state, "trained": self.is_trained}
 
     def shared_passes(self, *, begins: bool) -> tuple[int, int]:
-        """Return how many passes the script has left behind, and the epoch of its first."""
+        """Return the number of passes that the script has finished, and the epoch of its first one."""
         is_inside = not begins and any(one is self for one in self.gradient_state.running_dataloaders)
         return self.num_passes - is_inside, self._first_epoch
 
     def miss_passes(self, num_passes: int, first_epoch: int, *, is_trained: bool) -> None:
-        """Read nothing in the passes that others have finished: their script began them at ``first_epoch``."""
+        """Skip the passes that the others have finished; their script began them at ``first_epoch``."""
         self._note_start()
         self.is_trained = is_trained
         ahead = self._first_epoch - first_epoch if num_passes else 0  # this script begins with a newer checkpoint
@@ -192,7 +192,7 @@ class SharedLoader(PreparedLoader):
         self._num_missed = max(0, num_passes - ahead)
 
     def restore_shared(self, state: Mapping[str, Any]) -> None:
-        """Go on from another rank's position."""
+        """Continue from another rank's position."""
         self.progress.epoch, self.is_trained = state["epoch"], bool(state["trained"])
         self.progress.is_loaded = True
         self._is_restored = state["running"] is not None
@@ -200,11 +200,11 @@ class SharedLoader(PreparedLoader):
             self.epoch_shared.restore(state["running"])
 
     def position_state(self) -> dict[str, Any]:
-        """Return the epoch and, inside of one, the samples that are left of it."""
+        """Return the epoch and, during one, its remaining samples."""
         return self.shared_state(begins=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; raises as :meth:`check_state_dict`."""
+        """Continue at the position of ``state_dict``; raise like :meth:`check_state_dict`."""
         self.check_state_dict(state_dict)
         self.progress.leave()
         if "running" in state_dict:
@@ -214,10 +214,10 @@ class SharedLoader(PreparedLoader):
         self.progress.is_loaded = True
 
     def check_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Raise unless this loader can go on where ``state_dict`` was taken.
+        """Raise unless this loader can continue at the position of ``state_dict``.
 
         Raises:
-            CheckpointError: it was taken in the middle of an epoch by a loader of another kind of run.
+            CheckpointError: a loader of another kind of run saved it in the middle of an epoch.
         """
         is_between = state_dict.get("_iterator_finished") or not state_dict.get("rounds")
         if "running" not in state_dict and not is_between:
@@ -274,7 +274,7 @@ class SharedLoader(PreparedLoader):
         return -1
 
     def __len__(self) -> int:
-        """Return the steps of an epoch in which no rank is lost."""
+        """Return the number of steps in an epoch without lost ranks."""
         size = self.epoch_shared.batch_size * max(1, len(self.membership.members) or self.num_launched)
         sampler: Any = self.batch_sampler
         num_samples = len(sampler.sampler)
@@ -285,7 +285,7 @@ class SharedLoader(PreparedLoader):
 
 @contextmanager
 def _streams_from(seed: int, sampler: Any) -> Iterator[None]:
-    """Enter a context in which ``sampler`` draws from streams seeded with ``seed``."""
+    """Enter a context in which ``sampler`` draws from generators seeded with ``seed``."""
     before = getattr(sampler, "generator", None)
     with host_streams(capture_host_streams()):
         torch.default_generator.manual_seed(seed)  # the devices' streams stay as they are
@@ -309,10 +309,10 @@ def shared_loader(
     data_seed: int | None,
     **arguments: Any,
 ) -> SharedLoader:
-    """Return a loader over the same data, whose samples the living of ``size`` ranks share.
+    """Return a loader over the same data, with samples divided among the living ones of ``size`` ranks.
 
     Raises:
-        PreparationError: an option among ``refused`` was asked for, or the loader can't be shared so.
+        PreparationError: an option in ``refused`` was set, or the loader can't be divided like this.
     """
     asked = [name for name, value in refused.items() if value]
     if isinstance(dataloader.dataset, IterableDataset):

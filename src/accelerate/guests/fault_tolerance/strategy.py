@@ -1,6 +1,6 @@
-"""Replicas that survive the loss of others: gradients are added up outside of any process group.
+"""Replicas that survive lost ranks: gradients are summed without a process group.
 
-As in torchft, a lost replica costs the update in which it was lost its samples, and the run nothing else.
+As in torchft, the update in which a replica is lost misses its samples; the run loses nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.argume
 
 @final
 class KeptReplicas(Strategy):
-    """One replica per process; a window's gradients are the mean over the samples of the ranks that gave theirs."""
+    """One replica per process; gradients are averaged over the samples of the ranks that contributed."""
 
     one_backward = "under --keep_replicas the ranks add up their gradients in the last backward of an update"
 
@@ -44,7 +44,7 @@ class KeptReplicas(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
 
     def check(self, arguments: PreparedArguments) -> None:
@@ -70,7 +70,7 @@ class KeptReplicas(Strategy):
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
     ) -> None:
-        """Add the gradients of ``loss``; where the window ends, make them the mean over all its samples."""
+        """Accumulate the gradients of ``loss``; at the end of the window, average them over all its samples."""
         state = self.options.gradient_state
         assert state is not None, "the Accelerator gives it"
         if scaler is not None:

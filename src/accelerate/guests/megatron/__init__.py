@@ -1,4 +1,4 @@
-"""Megatron-LM as a strategy; tested with a stand-in, untested with the engine itself. Internal."""
+"""The strategy for Megatron-LM; tested with a dummy, untested with the engine itself. Internal."""
 
 from __future__ import annotations
 

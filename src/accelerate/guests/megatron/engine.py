@@ -31,12 +31,12 @@ class StepOutput:
 
 @final
 class MegatronEngine(torch.nn.Module):
-    """Megatron-LM's model, whose call in training mode computes gradients and updates the parameters.
+    """Megatron-LM's model; a call in training mode computes gradients and updates the parameters.
 
     Args:
-        accelerator: anything with ``state.megatron_lm_plugin`` and ``device``.
+        accelerator: any object with ``state.megatron_lm_plugin`` and ``device``.
         model: Megatron's list of model chunks.
-        optimizer, scheduler: Megatron's own.
+        optimizer, scheduler: Megatron's own objects.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MegatronEngine(torch.nn.Module):
         return iterators if len(iterators) > 1 else iterators[0]
 
     def train_step(self, **batch_data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Make one update, and return Megatron's losses by name."""
+        """Run one update, and return Megatron's losses by name."""
         step = require("megatron.training.training", purpose=PURPOSE).train_step
         config = require("megatron.core.utils", purpose=PURPOSE).get_model_config(self.base_model)
         arguments = [
@@ -102,7 +102,7 @@ class MegatronEngine(torch.nn.Module):
         return {name: torch.stack([torch.as_tensor(one[name]) for one in found]).mean() for name in names}
 
     def forward(self, **batch_data: torch.Tensor) -> StepOutput:
-        """Make a training step in training mode or an evaluation otherwise, and return the sum of the losses."""
+        """Run a training step in training mode, else an evaluation, and return the sum of the losses."""
         losses = dict(self.train_step(**batch_data) if self.training else self.eval_step(**batch_data))
         logits = losses.pop("logits", None)
         device = next(self.parameters()).device
@@ -134,11 +134,11 @@ def _schedule() -> Callable[..., Any]:
 
 @final
 class MegatronLMOptimizerWrapper(SteppedOptimizer):
-    """Megatron-LM's optimizer; the forward has already done what ``step`` and ``zero_grad`` would do."""
+    """Megatron-LM's optimizer; the forward already includes ``step`` and ``zero_grad``."""
 
     _skipped = "skipped_iter"
 
 
 @final
 class MegatronLMSchedulerWrapper(SteppedScheduler):
-    """Megatron-LM's schedule, which the forward has already stepped."""
+    """Megatron-LM's schedule; the forward already steps it."""

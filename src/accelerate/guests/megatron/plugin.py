@@ -1,4 +1,4 @@
-"""The options of Megatron-LM: degrees of parallelism, and arguments that follow from the prepared objects."""
+"""The options of Megatron-LM: degrees of parallelism, and arguments inferred from the prepared objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RENAMED = {
 
 @dataclass
 class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
-    """The options of Megatron-LM; ``megatron_lm_default_args`` is the dictionary of arguments that it gets."""
+    """The options of Megatron-LM; ``megatron_lm_default_args`` is the dict of arguments for it."""
 
     def _resolve(self, given: Mapping[str, object]) -> None:
         samples = list(self.consumed_samples or [])
@@ -65,7 +65,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         """Set the arguments for the size of ``model``, read from its configuration.
 
         Raises:
-            SettingError: the sizes of the model's type are not known.
+            SettingError: the sizes of this type of model are unknown.
         """
         model_type = str(getattr(model.config, "model_type", "")).lower()
         parser = next((found for name, found in _PARSERS.items() if name in model_type), None)
@@ -97,7 +97,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
             self.megatron_lm_default_args["DDP_impl"] = self.DDP_impl
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set the size of a micro-batch, and of the global batch on all data-parallel ranks."""
+        """Set the micro-batch size, and the global batch size over all data-parallel ranks."""
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
         self.global_batch_size: int = dp_degree * micro_batch_size * self.num_micro_batches
@@ -121,7 +121,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         arguments["weight_decay"] = defaults["weight_decay"]
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Set the run's length and learning rate schedule: by options, else by ``scheduler``."""
+        """Set the run's length and learning rate schedule from the options, else from ``scheduler``."""
         if self.train_iters is None:
             self.train_iters: int | None = (
                 scheduler.total_num_steps // self.megatron_lm_default_args["data_parallel_size"]
@@ -165,8 +165,8 @@ class MegatronLMDummyDataLoader(Placeholder):
     """A placeholder for a loader over data in Megatron-LM's own format.
 
     Args:
-        dataset_kwargs: Megatron-LM's arguments about data (``data_path``, ``splits_string``, ``seq_length``, ...),
-            which it gets with all others.
+        dataset_kwargs: Megatron-LM's arguments for data (``data_path``, ``splits_string``, ``seq_length``, ...),
+            which are added to its other arguments.
     """
 
     role: ClassVar[str] = "data loader"
@@ -178,7 +178,7 @@ class MegatronLMDummyDataLoader(Placeholder):
 
 
 class MegatronLMDummyScheduler(Placeholder):
-    """A placeholder for the schedule that Megatron-LM makes: its length and warm-up."""
+    """A placeholder, with length and warm-up, for the schedule that Megatron-LM creates."""
 
     role: ClassVar[str] = "scheduler"
     engine: ClassVar[str] = "Megatron-LM"
@@ -232,8 +232,7 @@ _TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "llama": "Llama2Tokenizer"}
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
     """Return a decorator that registers a parser for models with ``model_type`` in their ``config.model_type``.
 
-    The function returns Megatron's arguments, or puts them into
-    ``megatron_lm_plugin.megatron_lm_default_args``.
+    The function returns Megatron's arguments, or sets them in ``megatron_lm_plugin.megatron_lm_default_args``.
     """
 
     def add(parser: Parser) -> Parser:

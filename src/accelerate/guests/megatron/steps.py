@@ -1,4 +1,4 @@
-"""Train steps of Megatron-LM: how a batch is read and a loss computed."""
+"""Training steps for Megatron-LM: read a batch and compute a loss."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PURPOSE = "Megatron-LM"
 
 
 class MegatronState(Protocol):
-    """The member of a run's state that train steps use."""
+    """The attribute of a run's state that training steps use."""
 
     megatron_lm_plugin: MegatronLMPlugin
 
 
 class MegatronRun(Protocol):
-    """The members of an Accelerator that train steps use."""
+    """The attributes of an Accelerator that training steps use."""
 
     state: MegatronState
     device: torch.device
@@ -52,9 +52,9 @@ def gather_across_data_parallel_groups(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class AbstractTrainStep(ABC):
-    """The batch, forward and loss of one kind of model; subclass it for ``custom_train_step_class``.
+    """The batch, forward and loss for one kind of model; subclass it for ``custom_train_step_class``.
 
-    Its ``forward_step`` is what Megatron's schedules call.
+    Megatron's schedules call its ``forward_step``.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,7 +74,7 @@ class AbstractTrainStep(ABC):
 
 
 class GPTTrainStep(AbstractTrainStep):
-    """Causal language models: each token is predicted from those before it."""
+    """The training step of causal language models, which predict each token from the tokens before it."""
 
     def __init__(self, accelerator: MegatronRun, args: Any) -> None:
         super().__init__("GPTTrainStep")
@@ -87,7 +87,7 @@ class GPTTrainStep(AbstractTrainStep):
         """Return ``custom_get_batch_function``, or a function that reads batches of a prepared loader.
 
         Raises:
-            SettingError: data in Megatron's own format, without a function that reads it.
+            SettingError: the data are in Megatron's own format, and no function reads them.
         """
         custom = accelerator.state.megatron_lm_plugin.custom_get_batch_function
         if custom is None and megatron_dataset_flag:
@@ -118,7 +118,7 @@ class GPTTrainStep(AbstractTrainStep):
         return forward_step
 
     def get_loss_func(self, accelerator: MegatronRun) -> ComputeLoss:
-        """Return ``custom_loss_function``, or the mean over the tokens that count."""
+        """Return ``custom_loss_function``, or the mean over the unmasked tokens."""
         return accelerator.state.megatron_lm_plugin.custom_loss_function or self._mean
 
     def _mean(
@@ -139,7 +139,7 @@ def _refuse(kind: str, script: str) -> NoReturn:
 
 @final
 class BertTrainStep:
-    """Refused: the train step of encoders is in Megatron-LM's own script."""
+    """An unsupported training step: that of encoders is in Megatron-LM's own script."""
 
     def __init__(self, *_: object, **__: object) -> None:
         _refuse("BertTrainStep", "pretrain_bert.py")
@@ -147,7 +147,7 @@ class BertTrainStep:
 
 @final
 class T5TrainStep:
-    """Refused: the train step of encoder-decoder models is in Megatron-LM's own script."""
+    """An unsupported training step: that of encoder-decoder models is in Megatron-LM's own script."""
 
     def __init__(self, *_: object, **__: object) -> None:
         _refuse("T5TrainStep", "pretrain_t5.py")

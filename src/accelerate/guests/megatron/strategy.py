@@ -1,7 +1,7 @@
-"""Megatron-LM builds and trains a tensor, pipeline, context or expert parallel model; this hands it its arguments.
+"""Megatron-LM builds and trains a tensor, pipeline, context or expert parallel model; this strategy sets its arguments.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. The
-arguments are read from the prepared objects; model, optimizer and schedule are Megatron's own (decision 021).
+arguments are inferred from the prepared objects; model, optimizer and schedule are Megatron's own (decision 021).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Batch = TypeVar("Batch")
 
 @final
 class Megatron(Strategy):
-    """Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
+    """The strategy for Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
 
     one_backward = "Megatron-LM updates the parameters inside its own step"
 
@@ -52,12 +52,12 @@ class Megatron(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type MEGATRON_LM."""
+        """The distributed type: MEGATRON_LM."""
         return DistributedType.MEGATRON_LM
 
     @property
     def plugin(self) -> MegatronLMPlugin:
-        """The MegatronLMPlugin, as it is now."""
+        """The current MegatronLMPlugin."""
         plugin = self.options.plugins.engine
         assert isinstance(plugin, MegatronLMPlugin)  # this strategy is chosen for it
         return plugin
@@ -65,7 +65,7 @@ class Megatron(Strategy):
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise unless one model comes with an optimizer of a known kind, data, and no schedule of its own."""
+        """Raise unless one model comes with an optimizer of a known kind and data, and without its own schedule."""
         refuse_placeholders(arguments, PURPOSE)
         models = [one for one in arguments.of(Role.MODEL) if not isinstance(one.current, MegatronEngine)]
         if arguments.has_placements:
@@ -159,7 +159,7 @@ class Megatron(Strategy):
     def unwrap(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Return the engine's model chunk, built by Megatron: it is not the model given to ``prepare``."""
+        """Return the engine's model chunk, which Megatron built: it isn't the model given to ``prepare``."""
         if not isinstance(model, MegatronEngine):
             return super().unwrap(model, keep_fp32_wrapper, keep_torch_compile)
         inner: Any = model.base_model
@@ -168,7 +168,7 @@ class Megatron(Strategy):
         return inner
 
     def release(self) -> None:
-        """Drop the engine."""
+        """Drop all references to the engine."""
         self._engine = None
 
     # -- training ------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Megatron(Strategy):
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
-        """Do nothing: the forward was a full step."""
+        """Do nothing, because the forward was a full training step."""
 
     def clip_grad_norm(
         self,
@@ -185,15 +185,15 @@ class Megatron(Strategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Return the norm in the last step, which clipped to the plugin's `gradient_clipping`."""
+        """Return the norm of the last step, which clips to the plugin's `gradient_clipping`."""
         norm = None if self._engine is None else self._engine.grad_norm
         return torch.tensor(float("nan") if norm is None else float(norm))
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Raise: Megatron-LM clips by the norm only.
+        """Raise, because Megatron-LM clips only by the norm.
 
         Raises:
-            PreparationError: Megatron-LM has stepped already when this is called.
+            PreparationError: Megatron-LM has already stepped when this is called.
         """
         raise PreparationError(
             f"clip_grad_value_(..., {clip_value}): Megatron-LM clips by the norm only, inside its own step. Set "
@@ -213,11 +213,11 @@ class _MegatronState(ModelState[Megatron]):
     """The state of Megatron's engine, which saves itself."""
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
-        """Return False: the engine saves itself, on all ranks."""
+        """Return False, because the engine saves itself on all ranks."""
         return False
 
     def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the engine, which saves itself."""
+        """Return the engine, because it saves itself."""
         return prepared
 
     def checkpoint_state(
@@ -234,7 +234,7 @@ class _MegatronState(ModelState[Megatron]):
         return StrategyState(write=write)
 
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
-        """Refuse: only the engine knows how its weights lie.
+        """Raise, because only the engine knows the layout of its weights.
 
         Raises:
             NotBuilt: always.
@@ -245,11 +245,11 @@ class _MegatronState(ModelState[Megatron]):
 
     @property
     def access(self) -> StateAccess:
-        """In-place access, except for the engine, which loads Megatron's own checkpoint."""
+        """The direct access, except to the engine, which loads Megatron's own checkpoint."""
         return InPlace(self.named_parameters, canonical_name, restorer=_restorer)
 
     def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Return no optimizers: Megatron restores its own."""
+        """Return an empty list, because Megatron restores its own optimizer."""
         return []
 
 
@@ -263,7 +263,7 @@ def _restorer(model: torch.nn.Module, folder: Path, index: int) -> Callable[[], 
 
 @final
 class MegatronDataIterator:
-    """An iterator over data in Megatron-LM's own format, in place of a prepared loader."""
+    """An iterator over data in Megatron-LM's own format, instead of a prepared loader."""
 
     _is_accelerate_prepared = True
 
@@ -275,7 +275,7 @@ class MegatronDataIterator:
 
 
 def initialise(plugin: MegatronLMPlugin) -> None:
-    """Initialise Megatron-LM with the plugin's arguments, without reading the command line, which is the script's.
+    """Initialise Megatron-LM with the plugin's arguments, without parsing the script's command line.
 
     Raises:
         MissingDependency: Megatron-LM isn't installed.
@@ -297,10 +297,10 @@ def initialise(plugin: MegatronLMPlugin) -> None:
 
 
 def build(plugin: MegatronLMPlugin) -> tuple[list[torch.nn.Module], Any, Any]:
-    """Return (model chunks, optimizer, schedule) as Megatron-LM makes them.
+    """Return (model chunks, optimizer, schedule) built by Megatron-LM.
 
     Raises:
-        SettingError: it is not known how the model is built.
+        SettingError: the function that builds the model is unknown.
     """
     provider = plugin.custom_model_provider_function
     if provider is None:
@@ -319,7 +319,7 @@ def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Iterable[object]]:
     """Return the iterators over training, validation and test data in Megatron's own format.
 
     Raises:
-        SettingError: it is not known how the data sets are built.
+        SettingError: the function that builds the datasets is unknown.
     """
     provider = plugin.custom_megatron_datasets_provider_function
     if provider is None:
@@ -340,7 +340,7 @@ _KEPT = (
 
 
 def with_batches_of(loader: DataLoader[Batch], num_micro_batches: int) -> DataLoader[Batch]:
-    """Return ``loader`` with batches of that many times its batch size: those of one update on one rank."""
+    """Return ``loader`` with its batch size multiplied by that number, for one update on one rank."""
     if num_micro_batches == 1 or loader.batch_size is None:
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}

@@ -1,9 +1,9 @@
-"""Preemption: after a signal or a notice to one rank, all ranks save at one step, and the run ends. Internal.
+"""Preemption: after a signal or a notice to one rank, all ranks save at one step and the run ends. Internal.
 
-- `policy`: what is a notice, and how the run ends then; the public class.
-- `notices`: signals, a file and an address, as one source of notices.
-- `agreement`: the step at which all ranks stop.
-- `loop`: the places of a loop at which it may stop.
+- `policy`: the public class that selects the notices, and how the run ends.
+- `notices`: signals, a file and a URL, as one source of notices.
+- `agreement`: the agreement on the step at which all ranks stop.
+- `loop`: the points of a loop at which it may stop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GUEST: Final = Guest(runs=(f"{__name__}:attach",))
 
 
 def attach(run: Accelerator, asked: PreemptionOptions | None) -> LoopHook | None:
-    """Return the hook by which ``run`` stops after a notice; None where nothing asked for it.
+    """Return the hook that stops ``run`` after a notice; None if no policy was given.
 
     Args:
-        asked: the policy that the Accelerator was given, or the launcher's options.
+        asked: the policy given to the Accelerator, or the launcher's options.
     """
     if asked is None:
         return None

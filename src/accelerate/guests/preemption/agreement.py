@@ -1,8 +1,8 @@
-"""The agreement of all ranks on the point of their loops at which they stop, once one of them got a notice.
+"""The agreement of all ranks on the point in their loops at which they stop, after a notice to one of them.
 
-Threads of each rank wait for notices, its own and those of other ranks. With one, each rank's thread publishes the last
-point that its rank's loop has passed; a loop that comes to a later one waits there until all have answered, which
-depends on no loop's progress. Then all know the point that the furthest has passed, and stop at the first one after it.
+Threads of each rank wait for notices, to this rank and to others. After a notice, each rank's thread publishes the last
+point that its loop has passed. A loop that reaches a later point waits there until all ranks have published theirs,
+which no loop can delay. Then all know the furthest point that any rank has passed, and stop at the next one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Notice:
     """The announcement of a preemption, and the rank that got it.
 
     Attributes:
-        seconds: what earlier rounds have left of the time to come together; None in the first one.
+        seconds: the remaining time to reach the agreed point, after earlier rounds; None in the first round.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Notice:
 @final
 @dataclass(frozen=True)
 class Agreed:
-    """The last point that any rank had passed, as all ranks know in this round."""
+    """The last point that any rank has passed, as all ranks know in this round."""
 
     point: Point
     number: int
@@ -83,10 +83,10 @@ class Agreed:
 
 @final
 class StopAgreement:
-    """One rank's part in the agreement.
+    """One rank's part of the agreement.
 
-    The loop's thread sets :attr:`passed` at each point before it reads :attr:`is_asked`; this object's thread does it
-    the other way around, so that a point which the loop has passed unasked is never later than what is published.
+    At each point, the loop's thread sets :attr:`passed` before it reads :attr:`is_asked`. This object's thread does
+    it the other way around, so that the loop never passes a later point than the published one.
     """
 
     def __init__(self, notices: Notices, coordinator: Coordinator | None, grace_seconds: float) -> None:
@@ -115,21 +115,21 @@ class StopAgreement:
         ]
 
     def allow(self, grace_seconds: float) -> None:
-        """Set the grace period; the next rounds may take a fixed share of it."""
+        """Set the grace period; each of the next rounds may take a fixed share of it."""
         self._seconds = grace_seconds * _SHARE_TO_MEET
 
     @property
     def is_running(self) -> bool:
-        """Whether notices are heard: not before the start, after the end, or in a forked child."""
+        """Whether the threads wait for notices: not before the start, after the end, or in a forked child."""
         return not self._stopped.is_set() and all(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Start the threads: one waits for this rank's notices, one for those of any rank."""
+        """Start the threads: one waits for notices to this rank, one for notices to any rank."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads; for the end of the world."""
+        """End the threads, at the end of the world."""
         self._stopped.set()
         self._notices.stop()
         self._heard.put(None)
@@ -147,9 +147,9 @@ class StopAgreement:
     # -- the loop's thread ---------------------------------------------------------------------------------
 
     def wait_for_decision(self, point: Point) -> Agreed | None:
-        """Return the agreement of all ranks, if this rank's loop mustn't pass ``point`` before it.
+        """Return the agreement of all ranks if this rank's loop must not pass ``point`` before it.
 
-        None where it may, or where there is no agreement.
+        None if it may pass, or if there is no agreement.
         """
         self._has_published.wait(self._seconds_left())
         if self._own is not None and point <= self._own:
@@ -159,17 +159,17 @@ class StopAgreement:
 
     @property
     def may_finish(self) -> bool:
-        """Whether there is time for what a stop would leave: in the first round, while it lasts."""
+        """Whether there is time to finish work that a stop would abandon: in the first round, while it lasts."""
         return self.notice is not None and self.notice.seconds is None and self._seconds_left() > 0.0
 
     def meet(self, agreed: Agreed, where: str, *, goes_on: bool = False) -> bool:
-        """Wait until all ranks have come to the agreed point; False where one doesn't within the grace period.
+        """Wait until all ranks reach the agreed point; return False if one doesn't within the grace period.
 
-        Also where all would rather go on, as they have time for: they meet again at the next point then.
+        Also return False if all ranks prefer to continue and have time for it; then they meet at the next point.
 
         Args:
-            where: the point in words, to be the same on all ranks.
-            goes_on: this rank would rather.
+            where: the point in words, the same on all ranks.
+            goes_on: this rank prefers to continue.
         """
         coordinator, self._is_there = self._coordinator, True
         if coordinator is None:
@@ -212,7 +212,7 @@ class StopAgreement:
             self.is_asked = False
 
     def _complain(self) -> None:
-        """Say once that this rank hasn't come to the agreed point in time."""
+        """Log once that this rank hasn't reached the agreed point in time."""
         if not (self._is_there or self._is_late) and time.monotonic() > self._deadline:
             self._is_late = True
             _log.error(
@@ -234,7 +234,7 @@ class StopAgreement:
         return None if text == _NONE else Notice(**json.loads(text))
 
     def _listen(self) -> None:
-        """Tell all ranks of each notice to this one."""
+        """Tell all ranks about each notice to this rank."""
         with contextlib.suppress(RuntimeError):  # the store has ended
             while not self._stopped.is_set():
                 if (reason := self._notices.take()) is not None:
@@ -252,7 +252,7 @@ class StopAgreement:
         coordinator.request(lambda: set_keys(coordinator.store, keys))
 
     def _decide(self, notice: Notice) -> None:
-        """Publish how far this rank is, and find out how far the furthest is."""
+        """Publish this rank's last passed point, and find the furthest one of all ranks."""
         self._has_published.clear()
         self._is_decided.clear()
         self._own = self._agreed = None
@@ -290,9 +290,10 @@ class StopAgreement:
         return None
 
     def _give_up(self, reason: str) -> None:
-        """Give up this round; what is left of the notice's time begins another one, and so does the next notice.
+        """Give up this round; the remaining time starts another round, and so does the next notice.
 
-        Where a rank has come to the end of its script, the others follow: nothing is saved, and nobody is asked again.
+        If a rank has reached the end of its script, the others continue to the end too, without a save or another
+        round.
         """
         notice, left = self.notice, self._deadline - time.monotonic()
         assert notice is not None, "a round is about one"
@@ -315,7 +316,7 @@ class StopAgreement:
         coordinator.request(lambda: coordinator.store.compare_set(key, "", outcome))
 
     def _wait_for(self, key: str) -> str:
-        """Return the outcome of a round, the same on all ranks; a rank that gives up sets it to nothing."""
+        """Return the outcome of a round, the same on all ranks; a rank that gives up sets it to an empty one."""
         coordinator = self._coordinator
         assert coordinator is not None
         until = time.monotonic() + max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS))

@@ -1,7 +1,7 @@
-"""Stop a loop at a step agreed by all ranks, after one of them got a preemption notice.
+"""Stop a loop at a step agreed by all ranks, after a preemption notice to one of them.
 
-The points at which a loop may stop lie between two batches, where the update of the last batch is done, the learning
-rate too, and the next batch isn't read. Passing one costs a few additions: nothing is asked but this process's memory.
+A loop may stop between two batches, after the update of the last batch and of the learning rate, and before the next
+batch is read. Passing such a point costs a few additions: it only reads this process's memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 def attach(run: Accelerator, asked: PreemptionOptions) -> LoopHook | None:
-    """Return the hook by which ``run`` stops after a notice, as a policy or the launcher's options say.
+    """Return the hook that stops ``run`` after a notice, as a policy or the launcher's options say.
 
-    None where it takes part in no loop: this Accelerator has no folder, or the members of the run tell each other.
+    None if it isn't needed: this Accelerator has no folder, or the run's members pass notices on themselves.
 
     Raises:
-        SettingError: the run is to save by itself, and has no folder.
-        TypeError: the Accelerator was given something else than a policy.
+        SettingError: the run should save automatically, and has no folder.
+        TypeError: the Accelerator's argument isn't a policy.
     """
     source, project_dir = "Accelerator(preemption=...)", run.project_configuration.project_dir
     policy = asked
@@ -73,10 +73,10 @@ def attach(run: Accelerator, asked: PreemptionOptions) -> LoopHook | None:
 
 
 def _tell_members(world: World, members: Members, policy: PreemptionPolicy) -> None:
-    """Let the members of a run, who agree with each other in each update, pass on the notices to this process.
+    """Make the members of a run, who agree with each other in each update, pass on notices to this process.
 
     Raises:
-        SettingError: the script is to ask itself.
+        SettingError: the policy says that the script itself saves.
     """
     if not policy.save_on_signal:
         raise SettingError(
@@ -101,10 +101,10 @@ def _notices(world: World, policy: PreemptionPolicy) -> Notices:
 
 @final
 class Preemption(LoopHook):
-    """The points of one Accelerator's loop, and the end of the loop at the one that all ranks agree on.
+    """The points in one Accelerator's loop, and the end of the loop at the point on which all ranks agree.
 
-    A process has one loop that stops: that of its newest Accelerator, once this has passed its first point. Earlier
-    ones, such as those of a smaller batch size or of another cell of a notebook, hand over what listens.
+    Only one loop of a process stops: that of its newest Accelerator that has passed a point. Earlier Accelerators, such
+    as those of another batch size or of another notebook cell, hand over their listener.
     """
 
     _leading: ClassVar[Preemption | None] = None
@@ -136,7 +136,7 @@ class Preemption(LoopHook):
         self.is_over: bool = False  # all ranks came to the agreed point
 
     def start(self) -> None:
-        """Listen for notices until the world is left, and stop at the points of the prepared loaders' loops."""
+        """Listen for notices until the world ends, and stop at the points of the prepared loaders' loops."""
         if self._leads:
             Preemption._leading = self
             if not self._notices.start() and self._policy.signals:
@@ -150,7 +150,7 @@ class Preemption(LoopHook):
             release_before_leaving(self._agreement.stop)
 
     def _warn_of_exit_code(self) -> None:
-        """Warn if the launcher's batch script doesn't requeue the job after the policy's own exit code."""
+        """Warn if the launcher's batch script wouldn't requeue the job after the policy's exit code."""
         asked = self._run.settings.preemption.save_on_signal and self._policy.save_on_signal
         code, job = self._policy.exit_code, env.read("SLURM_JOB_ID")
         if asked and job and code != PREEMPTED_EXIT_CODE and self._world.is_main:
@@ -170,18 +170,18 @@ class Preemption(LoopHook):
 
     @classmethod
     def is_led(cls) -> bool:
-        """Return whether an earlier Accelerator of this process hears notices, and saves."""
+        """Return whether an earlier Accelerator of this process listens for notices and saves."""
         leading = cls._leading
         return leading is not None and leading._policy.save_on_signal and leading._agreement.is_running
 
     # -- points --------------------------------------------------------------------------------------------
 
     def begin_pass(self, loader: object) -> None:
-        """Pass a point before the first batch of a pass over ``loader``; raise as :meth:`between_batches`."""
+        """Pass a point before the first batch of a pass over ``loader``; raise like :meth:`between_batches`."""
         self.between_batches(loader, begins=True)
 
     def between_batches(self, loader: Any | None, begins: bool = False) -> None:
-        """Pass a point between two batches of ``loader``, or where the loop reads none.
+        """Pass a point between two batches of ``loader``, or in a loop without a prepared loader.
 
         Raises:
             SystemExit: the run ends here, on all ranks.
@@ -211,7 +211,7 @@ class Preemption(LoopHook):
             self._stop_if_agreed(point, loader, begins, has_trained)
 
     def asks_to_end(self) -> bool:
-        """Return whether the run is to end: for scripts that end it themselves, with a point at each call."""
+        """Return whether the run should end, for scripts that end it themselves; each call passes a point."""
         if self._policy.save_on_signal or self.is_over:
             return self.is_over
         if not self._leads:
@@ -231,7 +231,7 @@ class Preemption(LoopHook):
     # -- the end -------------------------------------------------------------------------------------------
 
     def _are_all_at(self, point: Point, leaves_evaluation: bool = False) -> bool:
-        """Return whether the run ends here: all ranks are here, and there is no time to finish an evaluation first."""
+        """Return whether all ranks are here and the run ends; False if there is time to finish an evaluation first."""
         agreement = self._agreement
         agreed = agreement.wait_for_decision(point)
         if agreed is None or point <= agreed.point:
@@ -241,7 +241,7 @@ class Preemption(LoopHook):
         return agreement.meet(agreed, where, goes_on=leaves_evaluation and agreement.may_finish)
 
     def _stop_if_agreed(self, point: Point, loader: Any, begins: bool, has_trained: bool) -> None:
-        """Save and end the process, if this is the agreed point. Others than these are only waited at."""
+        """Save and end the process if this is the agreed point; at other points, only wait."""
         if threading.current_thread() is not threading.main_thread():
             self._warn_of_thread()
             return  # reads ahead of the loop
@@ -258,7 +258,7 @@ class Preemption(LoopHook):
         self._save_and_exit(", inside of an evaluation that isn't repeated" if leaves_evaluation else "")
 
     def _can_stop(self, loader: Any, begins: bool, has_trained: bool, leaves_evaluation: bool) -> bool:
-        """Return whether no batch would be lost here, and no gradient."""
+        """Return whether a stop here loses no batch and no gradient."""
         gradient_state = self._gradient_state
         if not gradient_state.sync_gradients or (gradient_state.awaits_step and self._has_own_steps()):
             return False  # inside of an accumulation window
@@ -274,13 +274,13 @@ class Preemption(LoopHook):
         return not (leaves_evaluation and self._policy.finish_evaluation)
 
     def _is_evaluating(self) -> bool:
-        """Return whether the loop surely doesn't train."""
+        """Return whether the loop certainly doesn't train."""
         if not torch.is_grad_enabled():
             return True
         return bool(self._models) and not any(model.training for model in self._models)
 
     def _has_own_steps(self) -> bool:
-        """Return whether prepared optimizers step in calls of their own, not in the backward pass or an engine."""
+        """Return whether prepared optimizers step in separate calls, not in the backward pass or in an engine."""
         return any(
             type(one).step is AcceleratedOptimizer.step and not one.is_fused_into_backward for one in self._optimizers
         )

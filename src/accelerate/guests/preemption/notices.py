@@ -1,7 +1,7 @@
-"""Notices of preemption for this process: by a signal, a new file, or a cloud's address.
+"""Preemption notices to this process: by a signal, a new file, or a cloud's URL.
 
-A signal is noticed although the process's own thread is inside of a collective: Python's wake-up descriptor is written
-to at once, and another thread reads it.
+A signal is noticed even while the main thread is inside a collective: Python immediately writes to its wake-up file
+descriptor, and another thread reads that.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Handler = signal.Handlers | Callable[[int, FrameType | None], object] | int | No
 
 @final
 class Notices:
-    """The notices that this process gets, from :meth:`start` to :meth:`stop`.
+    """The notices to this process, from :meth:`start` to :meth:`stop`.
 
     Args:
-        signals: names of signals; those that this system doesn't have are left out.
-        file: whose appearance or change is a notice.
-        url: that gives a notice.
+        signals: names of signals; those that this system doesn't have are ignored.
+        file: a file whose creation or change is a notice.
+        url: a URL whose response may be a notice.
     """
 
     def __init__(self, signals: Sequence[str], file: str | None = None, url: str | None = None) -> None:
@@ -59,7 +59,7 @@ class Notices:
         self._is_ending = False
 
     def start(self) -> bool:
-        """Begin to listen; return whether signals are among it, which only the main thread can arrange."""
+        """Start to listen; return whether signals are included, which only the main thread can install."""
         if self._url is not None:
             threading.Thread(target=self._ask_url, name="accelerate notices", daemon=True).start()
         if threading.current_thread() is not threading.main_thread() or not hasattr(os, "register_at_fork"):
@@ -73,7 +73,7 @@ class Notices:
         return True
 
     def stop(self) -> None:
-        """Restore the former handlers, unless the program is at its end, which a signal doesn't make a failure."""
+        """Restore the former signal handlers, unless the program is ending: then a signal isn't a failure."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             os.write(self._write_end, b"\0")  # wakes who waits in `take`
@@ -83,9 +83,9 @@ class Notices:
         self._restore()
 
     def ignore(self) -> None:
-        """Ignore the signals until the process has ended, also while the interpreter is taken down.
+        """Ignore the signals until the process has ended, even while the interpreter shuts down.
 
-        A scheduler, or srun when the first rank has ended, may send more of them.
+        A scheduler may send more of them, and so may srun when the first rank has ended.
         """
         self._is_ending = True
         self.settle()
@@ -93,7 +93,7 @@ class Notices:
             signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Close the descriptors, once nobody listens any more."""
+        """Close the file descriptors when no thread listens any more."""
         if not self._before:
             os.close(self._read_end)
             os.close(self._write_end)
@@ -101,7 +101,7 @@ class Notices:
     def take(self, seconds: float | None = None) -> str | None:
         """Return the next notice, after waiting up to ``seconds`` for it; None if there is none.
 
-        Without ``seconds`` it waits until a signal comes, or it is time to look at the file; or :meth:`stop`.
+        Without ``seconds``, wait until a signal arrives, the file has to be checked, or :meth:`stop` is called.
         """
         if seconds is None:
             seconds = _SIGNAL_SECONDS if self._file is None else _FILE_SECONDS
@@ -120,21 +120,21 @@ class Notices:
         return found
 
     def settle(self) -> None:
-        """Take the notice as answered: forked children end by a signal again, such as that of ``terminate()``."""
+        """Mark the notice as answered: signals end forked children again, such as that of ``terminate()``."""
         self._is_noticed[0] = 0
 
     def _note_end(self) -> None:
-        """Let the interpreter end as the program did: Python's handlers end before it, and the signals would kill it.
+        """Prepare for the interpreter's exit: Python's handlers end before it, and the signals would kill it.
 
-        Where an exception ends this process, they end it now, as `_handle` says.
+        If an exception ends this process, signals end it now; see `_handle`.
         """
         if not FailureHook.has_failed:
             self.ignore()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Tell of the signal once more: somebody else, such as asyncio, may have replaced the wake-up descriptor.
+        """Report the signal once more, because other code, such as asyncio, may have replaced the wake-up descriptor.
 
-        Where an exception ends this process already, the signal ends it now: nobody is left to save.
+        If an exception already ends this process, the signal ends it now, because nothing would be saved.
         """
         if FailureHook.has_failed:
             self._restore()
@@ -183,9 +183,9 @@ class Notices:
     # -- forked children, such as the workers of a data loader --------------------------------------------
 
     def forget(self) -> None:
-        """Leave the notices to the parent, in a forked child; a signal that both get doesn't end the child.
+        """In a forked child, leave the notices to the parent; a signal to both doesn't end the child.
 
-        A scheduler may send a signal to all processes of a job, and batches are still needed up to the agreed step.
+        A scheduler may send a signal to all processes of a job, but loader workers are needed until the agreed step.
         """
         if not self._before:
             return

@@ -1,4 +1,4 @@
-"""The policy of preemption: what announces it, and how a run ends then."""
+"""The preemption policy: which notices announce it, and how the run ends."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from ...settings.preemption import PreemptionOptions
 
 @dataclass
 class PreemptionPolicy(LaunchedOptions, PreemptionOptions):
-    """The signals and notices after which all ranks save at one and the same step, and the run ends.
+    """The signals and notices after which all ranks save at the same step and the run ends.
 
-    A notice to any one rank is one to all. They agree on the next step that none of them has passed; each saves there,
-    between two batches, and raises ``SystemExit(exit_code)``.
+    A notice to one rank applies to all ranks. They agree on the next step that none of them has passed. There, between
+    two batches, each rank saves and raises ``SystemExit(exit_code)``.
 
     Attributes:
-        save_on_signal: whether the run saves and ends by itself. With False only ``Accelerator.preempted`` says that it
-            is to end, to all ranks at the same call, and the script decides.
-        grace_seconds: how long all ranks have to reach the step; a run in which one doesn't says which, and goes on.
-        signals: names of the signals that are notices. A script's own handlers of them aren't called.
-        notice_file: a file whose appearance (or change) is a notice.
-        notice_url: an address that gives a notice, as the metadata of a cloud's instance do: any answer with status
-            200 but an empty one, ``NONE`` and ``FALSE``. It is asked every five seconds by one rank of each host.
-        finish_evaluation: whether a notice inside of an evaluation waits for its end even if that takes longer than the
-            grace period. Otherwise an evaluation that half of the grace period doesn't suffice for is left, and a
-            resumed run doesn't repeat it: what it would have drawn at random isn't drawn.
-        exit_code: of the run, after it has saved. 75 (EX_TEMPFAIL) is what the launcher knows as "start me again", and
-            after which alone the batch script that it writes for Slurm queues the job again.
+        save_on_signal: whether the run saves and ends automatically. If False, only ``Accelerator.preempted`` becomes
+            true, in the same call on all ranks, and the script decides. grace_seconds: the time in which all ranks
+            must reach the step. If one doesn't, its rank is logged and the run continues.
+        signals: names of the signals that are notices. The script's own handlers of them aren't called. notice_file:
+            a file whose creation or change is a notice. notice_url: a URL that returns a notice, such as the metadata
+            of a cloud instance: any response with status 200 except an empty one, ``NONE`` and ``FALSE``. One rank of
+            each host requests it every five seconds. finish_evaluation: whether to finish a running evaluation first,
+            even if that takes longer than the grace period. Otherwise an evaluation is abandoned if it needs more
+            than half of the grace period. A resumed run doesn't repeat it, nor draw its random numbers. exit_code:
+            the exit code of the run after saving. The launcher restarts a run that ends with 75 (EX_TEMPFAIL), and
+            its batch script for Slurm requeues the job only after this code.
     """
 
     signals: tuple[str, ...] = field(default=("SIGTERM", "SIGUSR1", "SIGUSR2"))

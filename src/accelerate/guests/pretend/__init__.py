@@ -1,4 +1,4 @@
-"""Simulate one rank of a larger world: run a script without values, and report the rank's work."""
+"""Simulate one rank of a large job: run a script without tensor values, and report the rank's work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``python -m accelerate.guests.pretend STEPS [-m] PROGRAM [ARGUMENTS]``, which the launcher starts."""
+"""The command ``python -m accelerate.guests.pretend STEPS [-m] PROGRAM [ARGUMENTS]``, started by the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .run import run_as_rank
 
 
 def main() -> int:
-    """Run the program as one rank, and print what the rank does."""
+    """Run the program as one rank, and print the report."""
     steps, *program = sys.argv[1:]
     is_module = program[0] == "-m"
     print(run_as_rank(program[is_module:], int(steps), is_module=is_module))

@@ -1,4 +1,4 @@
-"""The collectives of a rank without others: counted, and answered as if every other rank had what this one has."""
+"""The collectives of a simulated rank: counted, and answered as if all other ranks had the same values."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ _NAMES: Final = (
 @final
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective among the same ranks.
+    """One kind of collective over the same ranks.
 
     Attributes:
-        axes: of the mesh, along which the ranks differ from each other.
-        count: in a step, on average.
-        num_bytes: of the whole tensors: what all-gathers give, what reduce-scatters and all-reduces take.
+        axes: the mesh axes along which these ranks differ.
+        count: the average number per step.
+        num_bytes: the bytes of whole tensors: the outputs of all-gathers, the inputs of reduce-scatters and
+            all-reduces.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Traffic:
 
 @final
 class CollectiveCounter:
-    """The collectives that this rank takes part in, by name and ranks, with their bytes."""
+    """The counts of this rank's collectives, by name and ranks, with their bytes."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -75,7 +76,7 @@ class CollectiveCounter:
         self._groups: dict[str, tuple[int, ...]] = {}
 
     def record(self, func: Operator, args: Sequence[object]) -> str | None:
-        """Count the collective of this operator; return its name."""
+        """Count the collective of this operator, and return its name."""
         name = _name_of(func)
         group = None if name is None else group_of_collective(args)
         if name is None or group is None:
@@ -88,14 +89,14 @@ class CollectiveCounter:
         return name
 
     def take(self, other: CollectiveCounter) -> None:
-        """Add the counts of another counter, and reset it."""
+        """Add the counts of another counter, and reset that."""
         self._counts.update(other._counts)
         self._num_bytes.update(other._num_bytes)
         other._counts.clear()
         other._num_bytes.clear()
 
     def traffic(self, mesh: Mesh, steps: int = 1) -> list[Traffic]:
-        """Return what was counted, of one of so many steps, the most bytes first."""
+        """Return the counts per step, for this number of steps, sorted by bytes in descending order."""
         local = max(mesh.world.local_size, 1)
         found = [
             Traffic(
@@ -112,7 +113,7 @@ class CollectiveCounter:
 
 
 def axes_of(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes of the mesh along which these ranks differ from each other, outermost first."""
+    """Return the mesh axes along which these ranks differ, outermost first."""
     found: list[str] = []
     stride = mesh.world.size
     for axis in AXES:
@@ -143,7 +144,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def answer(func: Operator, args: Sequence[object]) -> object:
-    """Run a collective as if all other ranks had this rank's inputs; return its result."""
+    """Return the result of a collective as if all other ranks had this rank's inputs."""
     fake_tensor = fake_tensor_class()
     outputs = _tensors(args[0])
     if not any(isinstance(tensor, fake_tensor) for tensor in _tensors(args[:2])):
@@ -172,7 +173,7 @@ def _fill(name: str | None, args: Sequence[object]) -> None:
 
 
 def _summing(all_reduce: Callable[..., object]) -> Callable[..., object]:
-    """Return ``all_reduce`` with sums as if every rank had given this rank's values."""
+    """Return ``all_reduce`` with sums as if every rank had this rank's values."""
 
     def reduced(
         tensor: torch.Tensor,
@@ -206,12 +207,12 @@ def _scatter_object_list(
 
 
 def _keep(*_: object, **__: object) -> None:
-    """Do nothing: the result of the other ranks equals the present one."""
+    """Do nothing, because the result of the other ranks equals the present value."""
 
 
 @contextmanager
 def without_others(make_reducer: Callable[..., object], make_logger: Callable[..., object]) -> Iterator[None]:
-    """Enter a context in which torch's functions for objects, and its DDP, get their answers from this rank."""
+    """Enter a context in which torch's object collectives and its DDP get their answers from this rank."""
     with ExitStack() as held:
         for owner, name, value in (
             (dist, "all_reduce", _summing(dist.all_reduce)),

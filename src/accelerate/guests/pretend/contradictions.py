@@ -1,4 +1,4 @@
-"""What is wrong with a run at its size, and doesn't show on a few ranks."""
+"""Settings that can't work at the size of a job, but do on a few ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITHIN_A_HOST: Final = ("sp", "tp")
 
 
 def find_contradictions(accelerator: Accelerator, mesh: Mesh, loaders: Sequence[LoaderShare]) -> list[str]:
-    """Return one text for each setting that can't work at this size: the request, the reason, and the remedy."""
+    """Return one text for each setting that can't work at this size: the setting, the reason, and the remedy."""
     return [
         *_hosts(mesh),
         *_empty_shards(accelerator, mesh),

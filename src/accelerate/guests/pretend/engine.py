@@ -1,4 +1,4 @@
-"""One rank of a world that isn't there: the program runs once, on this host's CPU, and a report follows."""
+"""Simulate one rank of a job: run the program once, on this host's CPU, and print a report."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _PER_HOST: Final = 8
 
 @final
 class PretendedRank(LaunchEngine):
-    """The program as one rank of ``--pretend`` many."""
+    """The engine that runs the program as one rank of ``--pretend`` many."""
 
     name = "pretended"
     is_instead_of_others = True
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether a world was to be pretended."""
+        """Return whether ``--pretend`` was given."""
         return settings.launch.pretend is not None
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """Plan one process with the variables of that rank.
+        """Plan one process with the environment variables of that rank.
 
         Raises:
-            SettingError: there is no such rank, the ranks can't be spread evenly, or the program isn't Python.
+            SettingError: the rank doesn't exist, the hosts can't have equally many ranks, or the program isn't Python.
         """
         size, rank = settings.launch.pretend, settings.launch.rank
         assert size is not None
@@ -72,7 +72,7 @@ class PretendedRank(LaunchEngine):
 
 
 def _per_host(settings: Settings, size: int) -> int:
-    """Return how many processes each host of the world has."""
+    """Return the number of processes per host."""
     num_machines = settings.launch.num_machines
     if not settings.was_given("launch.num_machines"):
         return _PER_HOST if size % _PER_HOST == 0 else size

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that a rank would write, without writing them."""
+"""The checkpoint files that a rank would write, computed without writing them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class WrittenFile:
     """A file that this rank writes.
 
     Attributes:
-        num_replicas: so many ranks hold the same; each of them writes a part, and the bytes are those of all parts.
+        num_replicas: the number of ranks with the same values; each writes a part, and the bytes are those of all
+            parts.
     """
 
     name: str
@@ -60,7 +61,7 @@ class _CountingFile:
 
 
 def _bytes_of(item: ShardsItem, world: World) -> int:
-    """Return the bytes of this rank's pieces as torch writes them; rank 0 writes the values that aren't sharded."""
+    """Return the bytes of this rank's pieces in torch's format; rank 0 writes the values that aren't sharded."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     file = _CountingFile()

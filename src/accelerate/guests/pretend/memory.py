@@ -1,4 +1,4 @@
-"""The memory of a rank, followed through its steps: what it holds of weights, gradients, optimizer and activations."""
+"""The memory of a simulated rank during its steps: weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class MemoryRecord:
-    """The live bytes of tensors without values, and the most that there were at a time."""
+    """The live bytes of tensors without values, and their peak."""
 
     def __init__(self) -> None:
         self.tracker: AllocationTracker = AllocationTracker(torch.device("cpu"))
@@ -32,12 +32,12 @@ class MemoryRecord:
         self.peak_of_preparation: int = 0
 
     def prepared(self) -> None:
-        """Begin to record the steps: what was there before `prepare` ended counts for itself."""
+        """Start to record the steps; memory allocated before the end of `prepare` is counted separately."""
         self.peak_of_preparation = max(self.peak_of_preparation, self.peak_total)
         self.peak_activations = self.peak_gathered = self.peak_total = 0
 
     def made(self, func: Operator, args: object, kwargs: dict[str, object], result: object) -> None:
-        """Count what an operation has made; operations of FSDP's own gather weights, and lay out gradients."""
+        """Count the result of an operation; FSDP's own operations gather weights and copy gradients."""
         if func.namespace == "fsdp":
             self.tracker.count(tree_leaves([args, kwargs.get("out"), result]), "gathered")
             self._note_peak()
@@ -45,11 +45,11 @@ class MemoryRecord:
             self._note_peak()
 
     def gradients(self, tensors: Iterable[object]) -> None:
-        """Count these as gradients."""
+        """Count these tensors as gradients."""
         self.tracker.count(tensors, "gradients")
 
     def gathered(self, tensors: Iterable[object]) -> None:
-        """Count these as gathered weights, and buffers of collectives."""
+        """Count these tensors as gathered weights and buffers of collectives."""
         self.tracker.count(tensors, "gathered")
 
     def _note_peak(self) -> None:
@@ -64,7 +64,7 @@ class MemoryRecord:
         self.tracker.count(map(local_part, model.buffers()), "buffers")
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's state, and the gradients that it has used."""
+        """Count the optimizer's state and the gradients that it used."""
         state = map(local_part, tree_leaves(list(optimizer.state.values())))
         self.tracker.count((part for value in state for part in inner_tensors(value)), "optimizer")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,7 +72,7 @@ class MemoryRecord:
 
     @contextmanager
     def following_storages(self) -> Iterator[None]:
-        """Enter a context in which storages are counted anew when they are resized, as FSDP does."""
+        """Enter a context in which a storage is counted again when it is resized, as FSDP does."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, num_bytes: int) -> object:
@@ -86,6 +86,6 @@ class MemoryRecord:
 
 
 def num_bytes_of(tensors: Iterable[object]) -> int:
-    """Return the bytes of this rank's parts of the tensors; the same one counts once."""
+    """Return the bytes of this rank's parts of the tensors; each tensor counts once."""
     parts = {id(part): part for part in map(local_part, tensors) if isinstance(part, torch.Tensor)}
     return sum(part.numel() * part.element_size() for part in parts.values())

@@ -1,4 +1,4 @@
-"""The replacement of an attribute for the time of a block."""
+"""Replace an attribute within a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set the attribute of ``owner`` in the block; afterwards it is what it was."""
+    """Enter a context in which the attribute of ``owner`` is replaced; restore it afterwards."""
     own = vars(owner)
     missing = object()
     before = own.get(name, missing)

@@ -1,4 +1,4 @@
-"""The gradient reduction of DistributedDataParallel in a simulated world: torch's own needs the other ranks."""
+"""The gradient reduction of DistributedDataParallel in a simulated job, because torch's own needs the other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @final
 class PretendedReducer:
-    """Buckets of gradients that are averaged when all of their parameters have one, as torch's reducer does it."""
+    """A reducer like torch's: it averages a bucket when all of its parameters have gradients."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Sequence[int]], *args: Any) -> None:
         self._parameters, self._buckets = list(parameters), [list(bucket) for bucket in buckets]
@@ -56,7 +56,7 @@ class PretendedReducer:
 
 @final
 class PretendedLogger:
-    """The logger of a reducer, without anything to log."""
+    """A logger of a reducer that logs nothing."""
 
     def __init__(self, reducer: object) -> None:
         del reducer

@@ -1,4 +1,4 @@
-"""What one rank of a world does, as text."""
+"""The report of one simulated rank, as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Share:
 @final
 @dataclass(frozen=True)
 class Report:
-    """The report of one rank: its share of the run, in the steps that were run."""
+    """The report of one rank: its share of the job in the simulated steps."""
 
     world: World
     mesh: Mesh | None
@@ -54,7 +54,7 @@ class Report:
     contradictions: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return the report as lines for a person."""
+        """Return the report as readable lines."""
         parts = [_heading(self), *_coordinates(self.mesh), "", *_memory(self), *_loaders(self.loaders)]
         parts += _traffic("Collectives of prepare", self.preparation)
         parts += _traffic("Collectives of a step" + (f" (of {self.steps})" if self.steps > 1 else ""), self.traffic)
@@ -65,7 +65,7 @@ class Report:
 
 
 def report_of(run: PretendedRun) -> Report:
-    """Return the report of a run; asks its Accelerator for what a checkpoint would hold."""
+    """Return the report of a run; it asks the Accelerator for the contents of a checkpoint."""
     world = current_world()
     if not run.accelerators or world is None:
         return Report(world or World(), None, run.steps, contradictions=["The script prepared nothing."])
@@ -117,7 +117,7 @@ def _whole(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _effective_mesh(accelerator: Accelerator) -> Mesh:
-    """Return the run's mesh; if FSDP shards over all ranks without given degrees, with that axis."""
+    """Return the run's mesh; if FSDP shards over all ranks without configured sizes, a mesh with that axis."""
     mesh, size = accelerator.mesh, accelerator.mesh.world.size
     shards = any(is_sharded(each) for model in accelerator._models for each in model.parameters())
     return Mesh.of(mesh.world, None, dp_shard=size) if shards and mesh.size("dp_replicate") == size else mesh

@@ -1,4 +1,4 @@
-"""The run of a script as one rank of a world that isn't there."""
+"""Run a script as one rank of a simulated job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Ended(SystemExit):
 
 @final
 class PretendedRun:
-    """One rank's run: what it prepares, computes and communicates, until the last of its steps."""
+    """One rank's run: the objects that it prepares, its computation and its communication, until the last step."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -67,11 +67,11 @@ class PretendedRun:
 
     @property
     def steps(self) -> int:
-        """How many steps of an optimizer were run."""
+        """The number of optimizer steps that were run."""
         return max(self._steps.values(), default=0)
 
     def run(self, program: Sequence[str], *, is_module: bool) -> None:
-        """Run the program with its arguments until it ends, or the last of the steps."""
+        """Run the program with its arguments until it ends, or until the last step."""
         before, folders = sys.argv, list(sys.path)
         sys.argv = list(program)
         sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(program[0]).resolve().parent))
@@ -164,7 +164,7 @@ class PretendedRun:
         self.memory.made(func, args, kwargs, result)
 
     def drawn(self, func: Operator) -> None:
-        """Note an operation whose number of random draws depends on missing values."""
+        """Record an operation whose number of random draws depends on missing values."""
         if (name := operator_name(func).strip("_")) in _DRAW_BY_VALUES:
             self.uncounted.add(name)
 
@@ -189,7 +189,7 @@ class PretendedRun:
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Take the place of a call that would reach a tracking service."""
+    """Replace a call that would reach a tracking service."""
 
 
 def run_as_rank(program: Sequence[str], num_steps: int, *, is_module: bool = False) -> Report:

@@ -1,4 +1,4 @@
-"""The samples that a rank reads: the positions of its first batches, and how many there are in an epoch."""
+"""The samples that a rank reads: the indices of its first batches, and the number of batches in an epoch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LoaderShare:
     """The part of one loader that this rank reads.
 
     Attributes:
-        positions: the indices in the dataset of each of the first batches; None where this rank doesn't draw them.
-        is_received: rank 0 reads the batches, and this rank gets its part.
-        num_batches: of this rank in an epoch; None where nobody knows.
-        num_samples: in the dataset, over all ranks.
-        global_batch: samples that all ranks take in one step.
+        positions: the dataset indices of each of the first batches; None if this rank doesn't draw them.
+        is_received: rank 0 reads the batches, and this rank receives its part.
+        num_batches: the number of this rank's batches in an epoch; None if unknown.
+        num_samples: the number of samples in the dataset, over all ranks.
+        global_batch: the number of samples of all ranks in one step.
     """
 
     positions: list[list[object]] | None
@@ -42,14 +42,14 @@ class LoaderShare:
 
 @final
 class SampleRecord:
-    """The first batches that each prepared loader has drawn."""
+    """The first batches of each prepared loader."""
 
     def __init__(self) -> None:
         self._drawn: dict[int, list[object]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Enter a context in which the positions of each loader's first batches are kept."""
+        """Enter a context in which the indices of each loader's first batches are recorded."""
         draw = IndexReader.draw
 
         def recorded(reader: IndexReader) -> Iterator[BatchInfo]:
@@ -64,7 +64,7 @@ class SampleRecord:
             yield
 
     def share_of(self, loader: Any) -> LoaderShare:
-        """Return this rank's part of the loader's data; a loader that nobody has read yet begins an epoch."""
+        """Return this rank's part of the loader's data; a loader that wasn't read yet starts an epoch."""
         loader = getattr(loader, "loader", loader)
         by_index = isinstance(loader, PreparedLoader) and not isinstance(loader.dataset, IterableDataset)
         is_received = isinstance(loader, DataLoaderDispatcher) and loader.dp_rank().index > 0
@@ -88,12 +88,12 @@ class SampleRecord:
 
 
 def _batches_of_step(loader: PreparedLoader) -> int:
-    """Return how many batches are drawn for one step: those of all ranks where rank 0 reads them."""
+    """Return the number of batches drawn for one step: those of all ranks if rank 0 reads them."""
     return loader.batches_per_step if isinstance(loader, DataLoaderDispatcher) else 1
 
 
 def _first_parts(drawn: list[list[object]], loader: DataLoaderDispatcher) -> list[list[object]]:
-    """Return rank 0's part of each step's batches, which are joined and cut into equal parts."""
+    """Return rank 0's part of each step's batches, which are concatenated and split into equal parts."""
     step = loader.batches_per_step
     joined = [list(chain(*drawn[begin : begin + step])) for begin in range(0, len(drawn), step)]
     return [samples[: math.ceil(len(samples) / loader.dp_rank().count)] for samples in joined]
@@ -104,7 +104,7 @@ def _as_list(batch: object) -> list[object]:
 
 
 def _known(count: Callable[[], int]) -> int | None:
-    """Return the count; None where the loader or its dataset has none."""
+    """Return the length; None if the loader or its dataset has none."""
     try:
         return count()
     except (TypeError, AttributeError, NotImplementedError):

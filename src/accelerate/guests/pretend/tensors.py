@@ -1,7 +1,7 @@
-"""Tensors of models without values: parameters, and everything that is computed from them, take no memory.
+"""Tensors without values: parameters, and all tensors computed from them, take no memory.
 
-Parameters become fake tensors when a module registers them. Data, samplers and random streams stay real, so that a
-script reads the samples that it would read. A number that the script takes out of a result of the model is a constant.
+Parameters become fake tensors when a module registers them. Data, samplers and random generators stay real, so that the
+script reads its actual samples. A number that the script reads from a result of the model is a constant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PART: Final = 1 << 20
 
 
 class Observer(Protocol):
-    """A listener to the operations on tensors without values."""
+    """A listener for operations on tensors without values."""
 
     def collective(self, func: Operator, args: tuple[object, ...]) -> None:
         """Record a collective before it runs."""
@@ -57,7 +57,7 @@ class Observer(Protocol):
 
 @final
 class ValuelessMode(TorchDispatchMode):
-    """A dispatch mode in which operations on parameters, and inside of a model, give fake tensors."""
+    """A dispatch mode in which operations on parameters, and inside a model, return fake tensors."""
 
     def __init__(self, observer: Observer, communicate: Callable[[Operator, tuple[object, ...]], object]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ValuelessMode(TorchDispatchMode):
         self._errors = data_dependent_errors()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, with or without values, and tell the observer."""
+        """Run the operation, with or without values, and notify the observer."""
         is_fake = self._fake_tensor in types
         if any(kind not in (torch.Tensor, nn.Parameter, self._fake_tensor) for kind in types):
             return NotImplemented  # a DTensor: its operations on local tensors come here
@@ -98,7 +98,7 @@ class ValuelessMode(TorchDispatchMode):
         return result
 
     def _valueless(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter without values in the place of this one: the same for the same one."""
+        """Return a parameter without values for this one; always the same object for the same parameter."""
         found: nn.Parameter | None = getattr(parameter, "_without_values", None)
         if found is None:
             with self.fake:
@@ -120,7 +120,7 @@ class ValuelessMode(TorchDispatchMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Enter a context in which all tensors are made without values."""
+        """Enter a context in which all tensors are created without values."""
         self._depth += 1
         try:
             yield
@@ -128,7 +128,7 @@ class ValuelessMode(TorchDispatchMode):
             self._depth -= 1
 
     def calling(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """Return ``function``, called inside."""
+        """Return ``function`` wrapped to run inside :meth:`inside`."""
 
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             with self.inside():
@@ -138,7 +138,7 @@ class ValuelessMode(TorchDispatchMode):
 
     @contextmanager
     def around_script(self) -> Iterator[None]:
-        """Enter the mode, and let the parameters of modules, their forward and their backward have no values."""
+        """Enter the mode; modules' parameters, forwards and backwards then have no values."""
         register, fake_tensor = nn.Module.register_parameter, fake_tensor_class()
 
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -168,7 +168,7 @@ def _has_tensors(args: object) -> bool:
 
 
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Apply the function to the parameters, in place: torch would exchange fake ones, which nothing may refer to."""
+    """Apply the function to the parameters in place, because torch would swap fake ones, which allow no references."""
     fake_tensor = fake_tensor_class()
     own = {name: each for name, each in module._parameters.items() if isinstance(each, fake_tensor)}
     for name in own:
@@ -193,7 +193,7 @@ _APPLY: Final[Any] = nn.Module._apply
 
 
 def _draw(func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Draw the same random numbers as the operation on tensors with values."""
+    """Draw the same random numbers as the operation does on tensors with values."""
     target = args[0] if args else None
     name = operator_name(func)
     if name in _IN_PARTS and isinstance(target, torch.Tensor) and target.is_contiguous():
@@ -206,7 +206,7 @@ def _draw(func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> 
 
 
 def _filled(value: object) -> object:
-    """Return a tensor of the shape of a fake one, with values; anything else as it is."""
+    """Return a real tensor in the shape of a fake one; any other object is returned unchanged."""
     if not isinstance(value, fake_tensor_class()):
         return value
     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

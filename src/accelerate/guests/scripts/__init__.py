@@ -1,9 +1,9 @@
 """Tools that read a training script: convert it, check it, and compare its runs.
 
-- `migrate`: turns a raw PyTorch script into an accelerated one; `migrate_command`.
-- `doctor`: what an accelerated script does otherwise on several processes; `doctor_command`.
-- `verify`: runs of a script, or of two, compared update by update.
-- `options`: what their commands have in common.
+- `migrate`: convert a plain PyTorch script to use the Accelerator; `migrate_command`.
+- `doctor`: find how an accelerated script behaves differently on several processes; `doctor_command`.
+- `verify`: compare runs of a script, or of two, update by update.
+- `options`: the options that their commands share.
 """
 
 from __future__ import annotations

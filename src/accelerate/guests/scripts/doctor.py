@@ -1,7 +1,7 @@
-"""Advice about an accelerated script: hangs, results that differ on several processes, and losses of data.
+"""Find problems of an accelerated script: hangs, results that differ on several processes, and data loss.
 
-The script is read, not run. Names are followed as in the migration (`migrate.survey`). Where it isn't certain what a
-name is, nothing is said.
+The script is parsed without running it. Names are followed as in the migration (`migrate.survey`). A name whose role
+is uncertain causes no finding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Severity(Enum):
 @final
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One piece of advice, with the line that it is about."""
+    """One piece of advice, with the line it is about."""
 
     line: int
     severity: str
@@ -81,7 +81,7 @@ class Subject:
                 self.prepared |= self.roots(target)
 
     def roots(self, node: ast.AST) -> set[Symbol]:
-        """Return the symbols that a name may stand for."""
+        """Return the symbols whose values a name may have."""
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # loaders["train"]
             owner = self.survey.symbol(node.value)
             return set() if owner is None else {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
@@ -89,7 +89,7 @@ class Subject:
         return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
 
     def role(self, node: ast.AST) -> object:
-        """Return what a name is made as: a model, an optimizer, a loader or a scheduler."""
+        """Return the role of a name's value: model, optimizer, loader or scheduler."""
         return next((role for symbol in self.roots(node) if (role := self.survey.role_of(symbol)) is not None), None)
 
     def calls_of(self, *names: str) -> Iterator[ast.Call]:
@@ -100,13 +100,13 @@ class Subject:
                 yield call
 
     def is_ahead_of_prepare(self, node: Placed) -> bool:
-        """Return whether the function that `node` is in prepares, and does so after it."""
+        """Return whether the function that contains `node` calls ``prepare`` after it."""
         scope = self.script.scope(node)
         lines = [call.lineno for call in self.calls_of(*_PREPARING) if self.script.scope(call) is scope]
         return bool(lines) and node.lineno < min(lines)
 
     def is_guarded(self, node: ast.AST) -> bool:
-        """Return whether only one process gets to `node`: it lies under a condition, or in a decorated function."""
+        """Return whether only one process runs `node`, because of a condition or a decorator."""
         inner = node
         for outer in self.script.ancestors(node):
             if isinstance(outer, (ast.If, ast.IfExp)) and inner is not outer.test and _names_a_guard(outer.test):
@@ -121,7 +121,7 @@ class Subject:
 
 
 def examine(text: str, name: str) -> list[Finding]:
-    """Return what is to be said about a script, in the order of its lines.
+    """Return the findings about a script, in the order of its lines.
 
     Raises:
         Refused: it isn't Python, or doesn't use the Accelerator.
@@ -354,7 +354,7 @@ _CHECKS: Final[tuple[tuple[Severity, Callable[[Subject], Iterator[Advice]]], ...
 
 
 def _names_a_guard(node: ast.AST) -> bool:
-    """Return whether an expression asks which process this is."""
+    """Return whether an expression tests which process this is."""
     return any(
         (isinstance(each, ast.Attribute) and each.attr in _GUARDS)
         or (isinstance(each, ast.Name) and each.id in _GUARDS)
@@ -363,7 +363,7 @@ def _names_a_guard(node: ast.AST) -> bool:
 
 
 def _leaves_early(function: ast.AST, node: ast.AST) -> bool:
-    """Return whether `if not accelerator.is_main_process: return` stands before `node` in the function."""
+    """Return whether `if not accelerator.is_main_process: return` precedes `node` in its function."""
     line = getattr(node, "lineno", 0)
     for statement in getattr(function, "body", ()):
         if statement.lineno >= line:

@@ -1,4 +1,4 @@
-"""``accelerate doctor script.py``: what an accelerated script does otherwise on several processes than on one."""
+"""``accelerate doctor script.py``: find how an accelerated script behaves differently on several processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ranks_agree(args: argparse.Namespace) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate doctor`` and return its exit code, 2 where the script can't be read."""
+    """Run ``accelerate doctor`` and return its exit code; 2 if the script can't be read."""
     try:
         return run_with_script_arguments(doctor_command_parser(), arguments)
     except KeyboardInterrupt:

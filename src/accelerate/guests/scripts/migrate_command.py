@@ -1,4 +1,4 @@
-"""``accelerate migrate script.py``: a raw PyTorch script as an accelerated one, shown as a diff to accept."""
+"""``accelerate migrate script.py``: convert a plain PyTorch script to use the Accelerator, and show a diff."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def migrate_command(args: argparse.Namespace) -> int:
 
 
 def _agree(found: Migration, args: argparse.Namespace) -> bool:
-    """Compare the script with its conversion, show the result, and return whether they train the same."""
+    """Compare runs of the script and its conversion, show the result, and return whether they train identically."""
     from .verify import verify
 
     return runs_agree(
@@ -100,7 +100,7 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
+    """Run ``accelerate migrate`` and return its exit code; 2 if the script is refused."""
     try:
         return run_with_script_arguments(migrate_command_parser(), arguments)
     except KeyboardInterrupt:

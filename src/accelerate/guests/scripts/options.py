@@ -1,4 +1,4 @@
-"""What the commands about a user's script have in common: reading it, and comparing runs of it."""
+"""Functions shared by the commands for a user's script: read it, and compare its runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_script(path: Path) -> str:
     """Return the text of a script, line endings included.
 
     Raises:
-        Refused: it is a notebook, or no text.
+        Refused: it is a notebook, or isn't text.
     """
     from .migrate import Refused
 
@@ -31,7 +31,7 @@ def read_script(path: Path) -> str:
 
 
 def add_num_steps(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says how long compared runs are."""
+    """Add the option for the length of compared runs."""
     parser.add_argument(
         *spellings("--num_steps"),
         type=count,
@@ -50,7 +50,7 @@ def runs_agree(
     *,
     aside: bool = False,
 ) -> bool:
-    """Train as `compare` does, show the tables (`aside`: where errors go), and return whether all runs agree."""
+    """Train as `compare` does, show the tables (errors go to `aside`), and return whether all runs agree."""
     from .verify import VerificationError
 
     print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)

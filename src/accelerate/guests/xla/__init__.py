@@ -1,4 +1,4 @@
-"""XLA devices: their strategy, the launcher of TPUs, and ``accelerate tpu-config``."""
+"""XLA devices: their strategy, the launcher for TPUs, and ``accelerate tpu-config``."""
 
 from __future__ import annotations
 

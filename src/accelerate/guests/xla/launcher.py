@@ -1,7 +1,7 @@
-"""Launch on TPUs: the processes of one host by torch_xla, all hosts of a pod by gcloud, which runs this launcher there.
+"""Launch on TPUs: one host with torch_xla, or all hosts of a pod with gcloud, which runs this launcher on each.
 
-``python -m accelerate.guests.xla.launcher --function NAME --num_processes N script.py ...`` is the program that calls
-a script's function on each device.
+``python -m accelerate.guests.xla.launcher --function NAME --num_processes N script.py ...`` calls a script's function
+on each device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tpu(LaunchEngine):
     name = "tpu"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Return whether TPUs were asked for."""
+        """Return whether TPUs were selected."""
         return settings.launch.use_tpu or settings.launch.distributed_type in ("TPU", "XLA")
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
@@ -57,7 +57,7 @@ class Tpu(LaunchEngine):
         """Run the command and return its exit code.
 
         Raises:
-            MissingDependency: the processes are of this host, and torch_xla isn't installed; nothing has been started.
+            MissingDependency: torch_xla isn't installed on this host, so no process was started.
         """
         if plan.rendezvous == "torch_xla" and not is_installed("torch_xla"):
             raise MissingDependency(
@@ -96,7 +96,7 @@ class Tpu(LaunchEngine):
 
 
 def call(index: int, target: str, is_module: bool, function: str, arguments: Sequence[str]) -> None:
-    """Import the script and call its function, in one of the processes that torch_xla started."""
+    """Import the script and call its function, in a process started by torch_xla."""
     sys.argv = [target, *arguments]
     loaded = _load(target, is_module)
     found = getattr(loaded, function, None)
@@ -126,10 +126,10 @@ def _load(target: str, is_module: bool) -> Any:
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that fits this torch, in a Colab notebook only.
+    """Install the torch_xla that fits this torch; only in a Colab notebook.
 
     Args:
-        upgrade: also where some torch_xla is installed already.
+        upgrade: also install it if another torch_xla is installed.
 
     Raises:
         LaunchError: this isn't Colab, or pip failed.

@@ -1,8 +1,8 @@
-"""XLA devices: TPUs, and every device that PJRT drives. Operations are recorded, compiled, and run once a step.
+"""XLA devices: TPUs, and all devices of PJRT. Operations are recorded, compiled, and run once per step.
 
-Two ways to use several devices. One process for each (what `accelerate launch --tpu` starts): gradients are summed
-before the update. Or one process for all of them (SPMD, after `torch_xla.runtime.use_spmd()`): the program is written
-for one device, and the compiler splits the batch, and under FSDP the parameters, over all.
+There are two ways to use several devices. With one process per device (`accelerate launch --tpu`), gradients are summed
+before the update. With one process for all devices (SPMD, after `torch_xla.runtime.use_spmd()`), the program is written
+for one device, and the compiler splits the batch, and under FSDP the parameters, over all devices.
 
 Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs", 2021.
 """
@@ -48,12 +48,12 @@ def _sync() -> None:
 
 
 def cast_everything(mixed_precision: str, owner: object) -> bool:
-    """Make XLA cast all floating-point tensors to bfloat16, for bf16 on TPUs; return True if that was arranged.
+    """Make XLA cast all floating-point tensors to bfloat16, for bf16 on TPUs; return True if it will.
 
-    With ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`), float32 is bfloat16 and float64 is float32.
+    With ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`), float32 becomes bfloat16 and float64 becomes float32.
 
     Args:
-        owner: the Accelerator; the compiler finds the setting in the environment while it lives.
+        owner: the Accelerator; while it lives, the environment has the setting for the compiler.
     """
     if mixed_precision != "bf16" or _runtime().device_type() != "TPU":
         return False
@@ -63,7 +63,7 @@ def cast_everything(mixed_precision: str, owner: object) -> bool:
 
 @final
 class XlaDevices(Strategy):
-    """One program per step: replicas in one process each, or one process whose tensors are sharded over all devices."""
+    """One program per step: replicas in one process each, or one process with tensors sharded over all devices."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
@@ -77,16 +77,16 @@ class XlaDevices(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type XLA."""
+        """The distributed type: XLA."""
         return DistributedType.XLA
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The FullyShardedDataParallelPlugin, as it is now; None without one."""
+        """The current FullyShardedDataParallelPlugin; None if there is none."""
         return self.options.plugins.fsdp
 
     def adjust_precision(self, precision: Precision, owner: object) -> None:
-        """Let XLA cast all tensors if the device computes in bf16 that way."""
+        """Make XLA cast all tensors if that is how the device computes in bf16."""
         if cast_everything(precision.label, owner):
             precision.is_autocast = False  # the device has no float32 to cast from
 
@@ -95,7 +95,7 @@ class XlaDevices(Strategy):
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Convert ``model`` to its precision, move it to the device and shard its parameters if FSDP was asked for."""
+        """Cast ``model``, move it to the device and shard its parameters under FSDP."""
         model = precision.convert(model)
         plugin = None if evaluation_mode else self.plugin
         units: list[torch.nn.Module] = []
@@ -131,7 +131,7 @@ class XlaDevices(Strategy):
         recursively_apply(self._split_batch, output)
 
     def _annotate(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Shard each of ``parameters`` along its longest dimension, unless it is sharded already."""
+        """Shard each of ``parameters`` along its longest dimension, unless it is already sharded."""
         for parameter in parameters:
             if parameter.ndim and not _is_annotated(parameter):
                 dims: list[str | None] = [None] * parameter.ndim
@@ -139,14 +139,14 @@ class XlaDevices(Strategy):
                 _mark(parameter, self._device_mesh, dims)
 
     def _split_batch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Split the rows of ``tensor`` over all devices, if these divide them, and return it."""
+        """Split the rows of ``tensor`` over all devices, if their number divides the rows, and return it."""
         mesh = self._device_mesh
         if mesh is not None and tensor.ndim and tensor.shape[0] % mesh.size() == 0 and not _is_annotated(tensor):
             _mark(tensor, mesh, [AXIS, *[None] * (tensor.ndim - 1)])
         return tensor
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sum gradients over the processes before ``optimizer`` steps, and end the program after it."""
+        """Sum gradients over the processes before ``optimizer`` steps, and run the program after it."""
         if self.world.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._reduce(_gradients(optimizer)))
         optimizer.register_step_post_hook(self._after_step)
@@ -158,13 +158,13 @@ class XlaDevices(Strategy):
         _sync()
 
     def configure_loader(self, loader: PreparedLoader) -> None:
-        """End the previous batch's program when a batch is asked for, and split batches over this process's devices."""
+        """Run the previous batch's program when a new batch is read; split batches over this process's devices."""
         loader.device_prefetch = XlaPrefetch(self)
 
     # -- training ------------------------------------------------------------------------------------------
 
     def _reduce(self, gradients: list[torch.Tensor]) -> None:
-        """Average the gradients over the processes, once in each update."""
+        """Average the gradients over the processes, once per update."""
         gradient_state = self.options.gradient_state
         if (
             self.world.size == 1
@@ -205,9 +205,9 @@ class XlaDevices(Strategy):
 
 @final
 class _XlaState(ModelState[XlaDevices]):
-    """The state of models that each of several processes holds in full: only one process shards.
+    """The state of models that each process holds in full: only a single process shards.
 
-    Gradients between two updates are recorded operations, which no checkpoint reads.
+    Gradients between two updates are recorded operations, which a checkpoint can't read.
     """
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
@@ -215,7 +215,7 @@ class _XlaState(ModelState[XlaDevices]):
         return True
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
-        """Return the full state dict of ``model`` in CPU memory; tied names share one tensor there too."""
+        """Return the full state dict of ``model`` in CPU memory, in which tied names share one tensor."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
         state = self.access.model_shards(inner)
         moved = {id(value): send_to_device(value, torch.device("cpu")) for value in state.values()}
@@ -223,25 +223,25 @@ class _XlaState(ModelState[XlaDevices]):
 
     @property
     def access(self) -> StateAccess:
-        """In-place access, as for one device: sharded tensors are handed over whole."""
+        """The direct access, as for one device: sharded tensors are returned whole."""
         _sync()
         return super().access
 
 
 @final
 class XlaPrefetch:
-    """The transfer of batches to the device: it runs the recorded program while the next batch is copied."""
+    """The transfer of batches to the device; it runs the recorded program while the next batch is copied."""
 
     def __init__(self, strategy: XlaDevices) -> None:
         self._strategy = strategy
 
     def send(self, batch: object) -> object:
-        """Copy a batch to the device, its rows split over all devices of an SPMD program."""
+        """Copy a batch to the device, with its rows split over all devices of an SPMD program."""
         sent = send_to_device(batch, self._strategy.world.device)
         return recursively_apply(self._strategy._split_batch, sent)
 
     def receive(self, sent: object) -> object:
-        """Return the batch that was sent, for a new program."""
+        """Return the batch sent before, for a new program."""
         _sync()
         return sent
 

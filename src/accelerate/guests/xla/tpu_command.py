@@ -1,7 +1,6 @@
-"""``accelerate tpu-config``: set-up commands on every machine of a TPU pod, through gcloud.
+"""``accelerate tpu-config``: run set-up commands on every machine of a TPU pod, with gcloud.
 
-The commands are run by a shell on the pod's machines, which is what they are for; here nothing goes through a
-shell.
+A shell on the pod's machines runs the commands, as intended. On this machine no shell is used.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _remote_commands(args: argparse.Namespace, content: Mapping[str, Any]) -> li
 def command_lines(args: argparse.Namespace, content: Mapping[str, Any], folder: Path) -> list[list[str]]:
     """Return the gcloud commands, each as a list of arguments.
 
-    The first one copies this package from ``folder``, if it shall be installed.
+    The first one copies this package from ``folder``, if it has to be installed.
     """
     name, zone = args.tpu_name or content.get("tpu_name"), args.tpu_zone or content.get("tpu_zone")
     if not name or not zone:
@@ -122,7 +121,7 @@ _SCRIPTS: Final = (("accelerate", "main"), ("accelerate-launch", "launch"), ("ac
 
 
 def version() -> str:
-    """Return the version of the package that runs here."""
+    """Return the version of the running package."""
     return str(sys.modules[_PACKAGE.name].__version__)
 
 
@@ -155,7 +154,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def _metadata() -> str:
-    """Return the metadata of the installed package, or minimal metadata where this package isn't the installed one."""
+    """Return the metadata of the installed package, or minimal metadata if this package isn't the installed one."""
     try:
         found = metadata.distribution(_PACKAGE.name)
     except metadata.PackageNotFoundError:

@@ -20,11 +20,11 @@ class Migration:
     """The result of a migration: the script before and after, the changes and the notes.
 
     Attributes:
-        changes: line of the original and reason, in the order of the text.
-        notes: what was left alone, or has to be known.
+        changes: (line of the original, reason) of each change, in the order of the text.
+        notes: code left unchanged, and points to review.
         is_by_hand: the original sets up processes itself.
-        is_spawning: and starts them, too.
-        differs: why several processes that share a batch compute otherwise than one, by design.
+        is_spawning: it also starts them.
+        differs: why several processes that share a batch differ from one by design.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Migration:
 
 
 def migrate(text: str, name: str) -> Migration:
-    """Change a script to use the Accelerator.
+    """Convert a script to use the Accelerator.
 
     Raises:
-        Refused: it is malformed, accelerated already, or has no loop that can be changed.
+        Refused: the script is malformed, already accelerated, or has no loop that can be converted.
     """
     if not text.strip():
         raise Refused(f"{name}:1: the file is empty.")

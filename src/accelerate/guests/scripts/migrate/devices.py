@@ -44,7 +44,7 @@ def is_device(plan: Plan, node: ast.expr | None, depth: int = 0) -> bool:
 
 
 def is_rank(name: ast.expr) -> bool:
-    """Return whether a name is used for the number of a device, as in ``model.to(local_rank)``."""
+    """Return whether a name is used as the index of a device, as in ``model.to(local_rank)``."""
     return bool(_RANK.search(dotted(name).rpartition(".")[2]))
 
 
@@ -64,7 +64,7 @@ def change(plan: Plan) -> None:
 
 
 def assigned(plan: Plan) -> None:
-    """Assign the Accelerator's device to names of devices, and remove those that nothing uses any more."""
+    """Assign the Accelerator's device to names of devices, and remove names that are no longer used."""
     for statement in plan.script.nodes((ast.Assign, ast.AnnAssign)):
         _assigned(plan, statement)
     for statement in plan.script.nodes(ast.Return):
@@ -75,7 +75,7 @@ def assigned(plan: Plan) -> None:
 
 
 def is_literal(plan: Plan, node: ast.expr) -> bool:
-    """Return whether a device is spelled out here, and not a name to be changed at its assignment."""
+    """Return whether a device is written as a literal, as opposed to a name whose assignment is changed."""
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = dotted(node)
         return "." in name and not name.startswith("self.") and name.endswith(".device") and name != "torch.device"
@@ -83,7 +83,7 @@ def is_literal(plan: Plan, node: ast.expr) -> bool:
 
 
 def _is_mapping(plan: Plan, node: ast.expr) -> bool:
-    """Return whether a value is ``{"cuda:0": "cuda:1"}``, here or where its name is assigned."""
+    """Return whether a value is ``{"cuda:0": "cuda:1"}``, directly or in the assignment of its name."""
     if isinstance(node, ast.Dict):
         return True
     assigned = plan.survey.assignments(symbol) if (symbol := plan.survey.symbol(node)) is not None else []
@@ -115,7 +115,7 @@ def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
 
 
 def is_model(plan: Plan, node: ast.expr) -> bool:
-    """Return whether an expression is a model that is prepared, or creates one."""
+    """Return whether an expression is a prepared model, or creates one."""
     if dotted(node):
         return plan.is_prepared(node, MODEL)
     statement = plan.script.statement(node)
@@ -140,7 +140,7 @@ def _model_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 
 
 def is_in_prepared_loop(plan: Plan, node: ast.AST, what: ast.expr) -> bool:
-    """Return whether ``what`` is a part of a batch of a prepared loader."""
+    """Return whether ``what`` is part of a batch of a prepared loader."""
     for loop in plan.survey.loops:
         if any(outer is loop.node for outer in plan.script.ancestors(node)) and loop.loaders <= set(plan.names(LOADER)):
             names = set(loop.batch_names) | _comprehended(plan, node, loop.batch_names)
@@ -169,9 +169,7 @@ def _batch_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 
 
 def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
-    """Return whether a statement only moves names: ``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for ...}`` and
-    the like.
-    """
+    """Return whether a statement only moves names: ``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for ...}``."""
     for target, value in pairs(statement):
         inner = value
         if isinstance(value, (ast.DictComp, ast.ListComp)) and len(value.generators) == 1:
@@ -222,7 +220,7 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
 
 
 def _compared(plan: Plan) -> None:
-    """Compare ``device.type`` where the script compares ``device`` with a string."""
+    """Replace ``device`` by ``device.type`` where the script compares it with a string."""
     for node in plan.script.nodes(ast.Compare):
         other, name = node.comparators[0], node.left
         if not (isinstance(other, ast.Constant) and isinstance(other.value, str) and _DEVICE.match(other.value)):

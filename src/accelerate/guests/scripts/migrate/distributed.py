@@ -1,4 +1,4 @@
-"""Distributed training written by hand, which the launcher and ``prepare`` replace."""
+"""Replace hand-written distributed training by the launcher and ``prepare``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
 
 
 def _only_places(value: ast.expr, call: ast.Call) -> bool:
-    """Return whether a value is the call, at most moved to a device."""
+    """Return whether a value is the call, or the call moved to a device."""
     while value is not call:
         method_call = method(value)
         if method_call is None or method_call[0] not in ("to", "cuda"):
@@ -131,7 +131,7 @@ def _inner_models(plan: Plan) -> None:
 
 
 def is_trained(plan: Plan, node: ast.expr) -> bool:
-    """Return whether a name is one of the prepared models, before or after it was moved or wrapped."""
+    """Return whether a name is a prepared model, before or after it was moved or wrapped."""
     known = {*plan.prepared[MODEL], *plan.aliases, *plan.aliases.values()}
     waiting, seen = [plan.survey.symbol(node)], set[Symbol]()
     is_found = False
@@ -179,7 +179,7 @@ def _variable(plan: Plan, node: ast.expr) -> str | None:
 
 
 def _numbers(plan: Plan) -> None:
-    """Replace ranks and sizes by the Accelerator's, and remove assignments to the launcher's variables."""
+    """Replace ranks and world sizes by the Accelerator's, and remove assignments to the launcher's variables."""
     for node in plan.script.nodes((ast.Subscript, ast.Call)):
         variable = _variable(plan, node)
         if variable in _ADDRESS and isinstance(getattr(node, "ctx", None), ast.Store):
@@ -341,7 +341,7 @@ def _loader(plan: Plan, call: ast.Call) -> None:
 
 
 def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
-    """Remove an argument and the comma before it (or after it, when it is the first)."""
+    """Remove an argument and the comma before it (or after it, for the first argument)."""
     arguments = sorted([*call.args, *call.keywords], key=plan.script.start)
     at = arguments.index(keyword)
     if at:
@@ -351,7 +351,7 @@ def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
 
 
 def _is_handed_on(plan: Plan, node: ast.Name, symbol: Symbol) -> bool:
-    """Return whether a sampler is returned or given to a function of the script here, beside what is replaced."""
+    """Return whether a sampler is returned or passed to one of the script's functions, beside the replaced uses."""
     if not isinstance(node.ctx, ast.Load) or plan.survey.symbol(node) != symbol:
         return False
     outer = plan.script.parents[node]

@@ -1,4 +1,4 @@
-"""Scripts that only evaluate: each process predicts its part, and the results of all processes are gathered."""
+"""Convert scripts that only evaluate: each process predicts its part, and all results are gathered."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _ENDS: Final = frozenset({"cpu", "numpy", "tolist", "detach", "float", "clone"})
 
 
 def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
-    """Return the names whose values a loop over a loader appends to lists:
-    ``predictions.append(output.cpu().numpy())``.
-    """
+    """Return the names that a loop over a loader appends to lists: ``predictions.append(output.cpu().numpy())``."""
     found: list[tuple[Loop, ast.expr]] = []
     for loop in survey.loops:
         for call in survey.script.nodes(ast.Call, loop.node):
@@ -31,7 +29,7 @@ def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
 
 
 def adds_up(survey: Survey) -> ast.AST | None:
-    """Return an augmented assignment in a loop over a loader: it would add up one process's samples only."""
+    """Return an augmented assignment in a loop over a loader, which would sum one process's samples only."""
     for loop in survey.loops:
         for node in survey.script.nodes(ast.AugAssign, loop.node):
             return node
@@ -39,7 +37,7 @@ def adds_up(survey: Survey) -> ast.AST | None:
 
 
 def change(plan: Plan) -> None:
-    """Gather what the loops collect, and prepare their loaders and models."""
+    """Gather the values that the loops collect, and prepare their loaders and models."""
     survey = plan.survey
     for _, value in collected(survey):
         text = f"{plan.accelerator}.gather_for_metrics({plan.script.text_of(value)})"

@@ -1,4 +1,4 @@
-"""Losses that aren't a mean over the samples of a batch, and so depend on how samples are divided over processes."""
+"""Losses that aren't a mean over a batch's samples, and so depend on how samples are divided over processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAIRED: Final = (
 
 
 def note(plan: Plan) -> list[str]:
-    """Note what several processes compute otherwise by design, and return the reasons."""
+    """Add notes about results that differ on several processes by design, and return the reasons."""
     found: dict[str, None] = {}
     for node in plan.script.nodes((ast.Call, ast.BinOp)):
         reason = _WEIGHTED if _is_weighted(plan, node) else _PAIRED if _is_of_pairs(node) else None
@@ -35,7 +35,7 @@ def note(plan: Plan) -> list[str]:
 
 
 def _is_weighted(plan: Plan, node: ast.AST) -> bool:
-    """Return whether a cross entropy is a mean over what its ``ignore_index`` or the ``weight`` of classes leaves."""
+    """Return whether a cross entropy is a weighted mean, because of ``ignore_index`` or class ``weight``."""
     if not isinstance(node, ast.Call):
         return False
     place = _WEIGHT_PLACES.get(plan.script.path(node.func).rpartition(".")[2])
@@ -53,7 +53,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _is_of_pairs(node: ast.AST) -> bool:
-    """Return whether a matrix is multiplied with its own transpose: ``z @ z.t()``, ``torch.mm(z, z.T)``."""
+    """Return whether a matrix is multiplied by its own transpose: ``z @ z.t()``, ``torch.mm(z, z.T)``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         one, other = node.left, node.right
     elif isinstance(node, ast.Call) and len(node.args) == 2 and dotted(node.func) in ("torch.mm", "torch.matmul"):

@@ -16,7 +16,7 @@ Block = ast.If | ast.With | ast.AsyncWith | Function
 @final
 @dataclass(frozen=True)
 class Note:
-    """A message to the author about code left unchanged, or in need of review."""
+    """A message to the author about code that was left unchanged or needs review."""
 
     line: int
     text: str
@@ -28,11 +28,11 @@ class Plan:
     """The changes to one script.
 
     Attributes:
-        users: nodes whose new text mentions the Accelerator, so that it has to exist before them.
-        arguments: of the Accelerator, by name, as source text.
-        needs: expressions that those arguments are made of.
-        handlers: keyword handlers of the Accelerator: class name -> arguments as source text.
-        prepared: what ``prepare`` gets, by role.
+        users: nodes whose new text uses the Accelerator, so that it must be created before them.
+        arguments: the Accelerator's arguments by name, as source text.
+        needs: the expressions in those arguments.
+        handlers: keyword handlers of the Accelerator: class name -> arguments as source text. prepared: the arguments
+            of ``prepare``, by role.
         aliases: names of wrapped models -> the names that were wrapped.
     """
 
@@ -64,11 +64,11 @@ class Plan:
             self.users.append(node)
 
     def cut(self, start: int, end: int, text: str, why: str, node: Placed) -> None:
-        """Replace characters ``start`` to ``end`` by ``text``, on account of ``node``."""
+        """Replace characters ``start`` to ``end`` by ``text``; ``node`` is the reason."""
         self.edits.append(Edit(start, end, text, why, node.lineno))
 
     def remove(self, statement: ast.stmt, why: str) -> None:
-        """Remove the statement with its lines; a block that is left empty is removed too."""
+        """Remove the statement with its lines; a block that becomes empty is removed too."""
         self.removed.setdefault(statement, why)
 
     def note(self, node: ast.AST, text: str) -> None:
@@ -93,7 +93,7 @@ class Plan:
     # -- queries -------------------------------------------------------------------------------------------
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
-        """Return whether a name stands for a prepared object, through parameters and aliases."""
+        """Return whether a name refers to a prepared object, through parameters and aliases."""
         roots = self.survey.roots(self.survey.symbol(node))
         return bool(roots) and roots <= set(self.prepared[role])
 
@@ -155,7 +155,7 @@ class Plan:
         return found
 
     def _else_branch(self, node: ast.If) -> list[Edit]:
-        """Return the edit for an ``else`` without remaining statements, beside a branch that stays."""
+        """Return the edit for an ``else`` without remaining statements next to a branch that stays."""
         block, script = node.orelse, self.script
         is_elif = len(block) == 1 and isinstance(block[0], ast.If) and script.text_of(block[0]).startswith("elif")
         if node in self.removed or is_elif or not block or not self._is_removed_block(block):
@@ -202,7 +202,7 @@ class Plan:
         return None
 
     def _opens(self, statement: ast.stmt, block: list[ast.stmt]) -> bool:
-        """Return whether the statement precedes all that stays of its block."""
+        """Return whether the statement precedes all remaining statements of its block."""
         if isinstance(self.script.parents[statement], ast.Module):
             return False
         at = block.index(statement)

@@ -1,4 +1,4 @@
-"""The refusal of scripts that can't be changed, or needn't be, with the line at fault."""
+"""Refuse scripts that can't or needn't be converted, and name the line."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.
 
 
 class Refused(AccelerateError, ValueError):
-    """The script isn't migrated; the text begins with the file and line of the reason."""
+    """The error for a script that isn't converted; its text begins with the file and line of the reason."""
 
 
 def parsed(text: str, name: str) -> Script:
-    """Return the script with this text.
+    """Return the parsed script with this text.
 
     Raises:
         Refused: it isn't Python.
@@ -53,10 +53,10 @@ def parsed(text: str, name: str) -> Script:
 
 
 def check(script: Script, survey: Survey) -> None:
-    """Raise unless the script has a loop of its own that can be changed.
+    """Raise unless the script has its own loop that can be converted.
 
     Raises:
-        Refused: it hasn't.
+        Refused: it has none.
     """
     _check_imports(script)
     for node in script.nodes(ast.Call):
@@ -115,7 +115,7 @@ def _trains(survey: Survey, call: ast.Call) -> bool:
 
 
 def _check_placing(script: Script) -> None:
-    """Raise for a model that is spread over several devices by hand."""
+    """Raise if a model is distributed over several devices by hand."""
     seen: dict[str, ast.AST] = {}
     for node in script.nodes(ast.Constant):
         if isinstance(node.value, str) and node.value.startswith("cuda:") and node.value[5:].isdigit():
@@ -190,7 +190,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
 
 
 def _check_stages(plan: Plan) -> None:
-    """Raise for a prepared object that is made again after another one of its name has trained."""
+    """Raise if a prepared object is created again after another one of its name was trained."""
     for symbol in dict.fromkeys(symbol for role in PREPARED for symbol in plan.names(role)):
         made = [
             statement
@@ -213,7 +213,7 @@ def _trained_between(plan: Plan, first: ast.stmt, second: ast.stmt) -> bool:
 
 
 def _training(plan: Plan, scope: Scope) -> Iterator[ast.stmt]:
-    """Yield the statements of a scope in which a backward runs, functions not included."""
+    """Yield the statements of a scope in which a backward runs, without nested functions."""
     for statement in plan.script.nodes(ast.stmt, scope):
         is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if not is_definition and plan.script.scope(statement) is scope and plan.survey.trains(statement):
@@ -221,7 +221,7 @@ def _training(plan: Plan, scope: Scope) -> Iterator[ast.stmt]:
 
 
 def _check_unfreezing(plan: Plan) -> None:
-    """Raise for parameters that are frozen when the model is prepared and trained later."""
+    """Raise if parameters are frozen when the model is prepared and trained later."""
     changes: list[tuple[Placed, ast.expr | None]] = [
         (statement, statement.value)
         for statement in plan.script.nodes(ast.Assign)
@@ -246,7 +246,7 @@ def _is_constant(node: ast.expr | None, value: bool) -> bool:
 
 
 def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
-    """Yield where a statement runs (for one in a function: its calls), and whether training has begun there."""
+    """Yield the places where a statement runs (in a function: its calls), and whether training has begun there."""
     scope = plan.script.scope(node)
     name = "" if isinstance(scope, ast.Module) else scope.name
     calls: list[Placed] = [c for c in plan.script.nodes(ast.Call) if name and dotted(c.func).rpartition(".")[2] == name]
@@ -263,7 +263,7 @@ def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
 
 
 def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
-    """Return whether a name is a function's parameter, or gets what the Accelerator knows wherever it is assigned."""
+    """Return whether a name is a function's parameter, or is always assigned a value of the Accelerator."""
     values = [
         value
         for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))

@@ -1,4 +1,4 @@
-"""Saving and loading: files written once, with the names of the user's own model in them."""
+"""Saving and loading: files are written once, with the names of the user's own model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNWRAPPED = "the model's own names, without what prepare() put around it"
 
 
 def change(plan: Plan, prepared_at: dict[int, int]) -> None:
-    """Save by one process, and load into the model without its wrapper.
+    """Save on one process, and load into the model without its wrapper.
 
     Args:
-        prepared_at: where in the text models are prepared, by the id of the scope.
+        prepared_at: the offset in the text where models are prepared, by the id of the scope.
     """
     for call in plan.script.nodes(ast.Call):
         if plan.script.path(call.func) == "torch.save" and not plan.is_removed(call):

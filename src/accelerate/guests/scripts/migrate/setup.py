@@ -1,4 +1,4 @@
-"""The added code (the import, the Accelerator, ``prepare``), and the removed imports."""
+"""Add the import, the Accelerator and ``prepare``, and remove unused imports."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class InsertionPoint:
 
 
 def after(plan: Plan, statement: ast.stmt) -> InsertionPoint:
-    """Return the beginning of the line after a statement."""
+    """Return the start of the line after a statement."""
     line = statement.end_lineno or statement.lineno
     return InsertionPoint(plan.script.line_start(line + 1), plan.script.indentation(statement), line, False)
 
 
 def ahead(plan: Plan, statement: ast.stmt) -> InsertionPoint:
-    """Return the beginning of a statement's first line, or of the comments directly above it."""
+    """Return the start of a statement's first line, or of the comments directly above it."""
     line, indentation = first_line(statement), plan.script.indentation(statement)
     while line > 1 and plan.script.lines[line - 2].startswith(f"{indentation}#"):
         line -= 1
@@ -84,7 +84,7 @@ def prepare(plan: Plan) -> dict[int, int]:
 
 @final
 class _UsePoint(ast.expr):
-    """A position in a scope that needs the Accelerator, though no node of the script does."""
+    """A position in a scope that needs the Accelerator, where the script has no node that uses it."""
 
     def __init__(self, scope: Scope, offset: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _insertion_point(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Inserti
 
 
 def _insertion_point_of_arguments(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
-    """Return the position for objects that are passed in: the top of the function, or before the training loop."""
+    """Return the position for objects passed as arguments: the top of the function, or before the training loop."""
     body = list(scope.body)
     if not isinstance(scope, ast.Module) and any(symbol.name in parameters(scope) for symbol in symbols):
         first = body[1] if _is_text(body[0]) and len(body) > 1 else body[0]
@@ -129,7 +129,7 @@ def _insertion_point_of_arguments(plan: Plan, scope: Scope, symbols: list[Symbol
 
 
 def _common(plan: Plan, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block that holds all the statements, and the index of the last of them in it."""
+    """Return the innermost block that contains all the statements, and the index of the last one in it."""
     chains = [_chain(plan, statement) for statement in statements]
     depth = min(map(len, chains))
     level = 0
@@ -221,7 +221,7 @@ def _first_user(plan: Plan, scope: Scope, users: Sequence[Placed]) -> ast.stmt:
 
 
 def _arguments(plan: Plan, scope: Scope) -> str:
-    """Return the constructor's arguments; a condition unknown at the constructor is taken as true."""
+    """Return the constructor's arguments; a condition that isn't known there is taken as true."""
     if plan.needs and not all(_is_known(plan, need, scope) for need in plan.needs):
         plan.note(
             plan.needs[0],
@@ -273,12 +273,12 @@ def _is_import(statement: ast.stmt) -> bool:
 
 
 def _defines(statement: ast.Try) -> bool:
-    """Return whether what isn't installed is written out: ``except ImportError: class SummaryWriter: ...``."""
+    """Return whether a missing import is defined by hand: ``except ImportError: class SummaryWriter: ...``."""
     return any(isinstance(each, (ast.ClassDef, ast.FunctionDef)) for each in ast.walk(statement))
 
 
 def _insertion_point_at_head(plan: Plan, last: ast.stmt | None) -> InsertionPoint:
-    """Return the position after the last import, or without any, after the leading comments and docstring."""
+    """Return the position after the last import; without imports, after the leading comments and docstring."""
     if last is not None:
         return after(plan, last)
     first = plan.script.tree.body[0]

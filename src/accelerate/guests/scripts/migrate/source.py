@@ -1,7 +1,6 @@
-"""A script as text and syntax tree, and edits of the text that keep every other character.
+"""A script as text and syntax tree, and edits of the text that keep all other characters.
 
-Positions come from the tree; what is written back is the text. So quotes, comments, blank lines and the width of the
-indentation stay the author's own.
+Positions come from the tree, but the text is edited. So quotes, comments, blank lines and indentation don't change.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class Script:
         return self.tree
 
     def owner(self, scope: Scope) -> ast.ClassDef | None:
-        """Return the class whose method a function is, or is inside of."""
+        """Return the class that contains the method that a function is, or is inside of."""
         return next((outer for outer in self.ancestors(scope) if isinstance(outer, ast.ClassDef)), None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
@@ -138,7 +137,7 @@ class Script:
 
     @functools.cached_property
     def imported(self) -> dict[str, str]:
-        """Local name -> dotted path, for everything that is imported anywhere in the script."""
+        """Local name -> dotted path, for all imports anywhere in the script."""
         names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -152,9 +151,7 @@ class Script:
         return names
 
     def path(self, node: ast.AST | None) -> str:
-        """Resolve a chain of names: ``torch.optim.SGD`` for ``optim.SGD`` after ``from torch import optim``; '' for
-        anything else.
-        """
+        """Resolve a chain of names to its full path (``optim.SGD`` to ``torch.optim.SGD``), else return ''."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -175,7 +172,7 @@ def first_line(statement: ast.stmt) -> int:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a chain of names as written, such as ``self.model``; '' for anything else."""
+    """Return a chain of names as written, such as ``self.model``; '' for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -185,7 +182,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def method(call: ast.AST) -> tuple[str, ast.expr] | None:
-    """Return (name of the method, object) of a call ``object.name(...)``, None for anything else."""
+    """Return (name of the method, object) of a call ``object.name(...)``; None for other expressions."""
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         return call.func.attr, call.func.value
     return None

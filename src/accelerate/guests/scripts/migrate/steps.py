@@ -1,4 +1,4 @@
-"""The training step: backward, clipping, mixed precision, and what is printed."""
+"""The training step: backward, clipping, mixed precision, and printing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def change(plan: Plan) -> None:
 
 
 def _scaled(plan: Plan, loss: ast.expr) -> ast.expr | None:
-    """Return ``loss`` of ``scaler.scale(loss)``, None for anything else."""
+    """Return ``loss`` of ``scaler.scale(loss)``; None for other expressions."""
     method_call = method(loss)
     if method_call is None or method_call[0] != "scale" or not isinstance(loss, ast.Call) or not loss.args:
         return None
@@ -43,7 +43,7 @@ def _scaled(plan: Plan, loss: ast.expr) -> ast.expr | None:
 
 
 def is_scaler(plan: Plan, node: ast.AST) -> bool:
-    """Return whether a name stands for a gradient scaler."""
+    """Return whether a name refers to a gradient scaler."""
     symbol = plan.survey.symbol(node)
     roots = plan.survey.roots(symbol)
     made = any(plan.survey.role_of(root) == SCALER for root in roots)
@@ -126,7 +126,7 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
 
 
 def is_autocast(script: Script, node: ast.AST) -> bool:
-    """Return whether an expression is a call of one of torch's autocast contexts."""
+    """Return whether an expression calls one of torch's autocast contexts."""
     return isinstance(node, ast.Call) and script.path(node.func) in _AUTOCASTS
 
 
@@ -189,7 +189,7 @@ def _half(plan: Plan, node: ast.expr | None) -> str | None:
 
 
 def _accumulation(plan: Plan) -> None:
-    """Note accumulation written by hand, which stays right but synchronises in every micro-batch."""
+    """Add a note about hand-written accumulation, which stays correct but synchronises in every micro-batch."""
     for node in plan.script.nodes(ast.If):
         counts = any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
         steps = any(
@@ -212,10 +212,10 @@ def _accumulation(plan: Plan) -> None:
 def schedule(plan: Plan, *, by_hand: bool) -> None:
     """Choose the scheduler's mode so that learning rates follow the same curve on any number of processes.
 
-    A schedule that steps once an epoch keeps doing so. One that steps in every batch is either made for the number of
-    batches of one process (then it takes as many steps at once as there are processes, which is the default), or, in a
-    script that was distributed by hand, for a number of updates. The mode is that of all schedulers: where some step
-    in every batch and others once an epoch, a call stays one step.
+    A schedule that steps once per epoch doesn't change. One that steps in every batch is made either for the number of
+    batches of one process (then it takes one step per process at once, which is the default), or, in a hand-written
+    distributed script, for a number of updates. The mode applies to all schedulers: if some step in every batch and
+    others once per epoch, one call stays one step.
     """
     if not plan.names(SCHEDULER):
         return
@@ -247,7 +247,7 @@ def _stepping_per_batch(plan: Plan) -> set[Symbol]:
 
 
 def _counts_batches(plan: Plan) -> bool:
-    """Return whether the script takes the length of a training loader."""
+    """Return whether the script uses the length of a training loader."""
     loaders = set(plan.names(LOADER))
     return any(
         dotted(call.func) == "len" and any(plan.survey.roots(plan.survey.symbol(each)) & loaders for each in call.args)

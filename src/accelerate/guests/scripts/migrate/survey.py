@@ -1,6 +1,6 @@
-"""The roles of a script's names (model, optimizer, loader, ...), found by how they are created and used.
+"""Find the roles of a script's names (model, optimizer, loader, ...) from their creation and use.
 
-A name is followed from the training loop, through the parameters of functions, to where its value is created: its root.
+A name is followed from the training loop, through the parameters of functions, to the creation of its value: its root.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Survey:
                 self._assigned[entry] = [(statement, made, None)]
 
     def _entries(self, value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
-        """Yield the keys and values of a dictionary with literal keys, or of one that a function returns."""
+        """Yield the keys and values of a dict with literal keys, or of one that a function returns."""
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
             function = self.functions[value.func.id][0]
             value = _returned(function)
@@ -121,7 +121,7 @@ class Survey:
     # -- symbols -------------------------------------------------------------------------------------------
 
     def symbol(self, node: ast.AST) -> Symbol | None:
-        """Return the symbol that a name or ``self.name`` stands for."""
+        """Return the symbol to which a name or ``self.name`` refers."""
         name = dotted(node)
         if not name:
             return None
@@ -151,7 +151,7 @@ class Survey:
         return names - outside
 
     def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
-        """Return the statements that bind it, with the value and its index if a call returns several."""
+        """Return the statements that assign a symbol, with the value, and its index if a call returns several."""
         return self._assigned.get(symbol, [])
 
     def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
@@ -277,7 +277,7 @@ class Survey:
 
     @functools.cached_property
     def _made_by_statements(self) -> set[str]:
-        """Names of functions, classes and imports."""
+        """The names of functions, classes and imports."""
         return {*self.functions, *self.classes, *self.script.imported}
 
     def is_defined(self, symbol: Symbol) -> bool:
@@ -313,7 +313,7 @@ class Survey:
 
     @functools.cache  # noqa: B019  (a survey lives as long as the command)
     def _called_in(self, node: ast.AST) -> frozenset[str]:
-        """Return the last names of all calls in ``node``; a backward of a loss has a name of its own."""
+        """Return the last names of all calls in ``node``, without the backward of a loss."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         names = {dotted(call.func).rpartition(".")[2] for call in calls}
         return frozenset(names | ({_BACKWARD} if any(id(call) in self._backward_ids for call in calls) else set()))
@@ -373,7 +373,7 @@ class Survey:
 
     @functools.cached_property
     def trained(self) -> dict[str, list[Symbol]]:
-        """The roots to give to ``prepare``, by role, in the script's order of creation."""
+        """The roots to pass to ``prepare``, by role, in the script's order of creation."""
         found: dict[str, dict[Symbol, None]] = {role: {} for role in PREPARED}
         for symbol in self._assigned:
             role = self.role_of(symbol)
@@ -391,7 +391,7 @@ class Survey:
         return {role: list(symbols) for role, symbols in found.items()}
 
     def _is_only_returned(self, symbol: Symbol) -> bool:
-        """Return whether a function creates it for its callers, who have it under a name of their own."""
+        """Return whether a function creates it for its callers, which have their own name for it."""
         if isinstance(symbol.scope, (ast.Module, ast.ClassDef)):
             return False
         returned = any(
@@ -417,7 +417,7 @@ class Survey:
                             yield other
 
     def bound(self, call: ast.Call) -> Iterator[Symbol]:
-        """Yield the names that a call's value gets, from its own statement or from the callers of its function."""
+        """Yield the names to which a call's value is assigned, by its statement or by the callers of its function."""
         statement = self.script.statement(call)
         for target in targets(statement):
             yield from self._outermost(self.roots(self.symbol(target)))
@@ -547,7 +547,7 @@ def _names_in(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _inside_bars(node: ast.expr) -> ast.expr:
-    """Return the loader inside of ``tqdm(loader)``, and any other expression as it is."""
+    """Return the loader inside of ``tqdm(loader)``; other expressions are returned unchanged."""
     while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _BARS:
         node = node.args[0]
     return node

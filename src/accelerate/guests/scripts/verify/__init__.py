@@ -1,4 +1,4 @@
-"""The comparison of a script with its conversion, and of one process with two, by training some steps."""
+"""Compare a script with its conversion, and one process with two, by training some steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: int) -> list[Comparison]:
-    """Train with the script and with its conversion and return what to compare.
+    """Train with the script and with its conversion, and return the comparison.
 
-    A script for one device is run on one process; its conversion on one, and on two that share each batch. One that is
-    distributed by hand is run on as many processes as its conversion. All run on the CPU, without dropout.
+    A script for one device runs on one process; its conversion runs on one, and on two that share each batch. A script
+    with hand-written distributed training runs on as many processes as its conversion. All runs use the CPU, without
+    dropout.
 
     Raises:
-        VerificationError: one of the runs failed, or trained nothing.
+        VerificationError: one of the runs failed, or didn't train.
     """
     with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as name:
         runs = Runs(Path(name), script, list(arguments), num_steps)
@@ -48,7 +49,7 @@ def compare_ranks(script: Path, arguments: Sequence[str], num_steps: int) -> Com
     """Train an accelerated script on one process and on two with shared batches; return the comparison.
 
     Raises:
-        VerificationError: one of the runs failed, or trained nothing.
+        VerificationError: one of the runs failed, or didn't train.
     """
     with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as name:
         runs = Runs(Path(name), script, list(arguments), num_steps)

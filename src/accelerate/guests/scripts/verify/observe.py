@@ -1,9 +1,9 @@
-"""The program that runs a script for some steps and records how it trains.
+"""The program that runs a script for some steps and records its training.
 
     python -m accelerate.guests.scripts.verify.observe FOLDER SOURCE SCRIPT [the script's arguments]
 
-SOURCE is run as if it were SCRIPT: the original, or its conversion. FOLDER holds the `Conditions` of the run, and
-every process that trains writes a `Record` there.
+SOURCE, the original or its conversion, runs as if it were SCRIPT. FOLDER contains the `Conditions` of the run, and
+every process that trains writes a `Record` into it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Conditions:
     """The conditions of a run.
 
     Attributes:
-        num_steps: end after so many steps of an optimizer.
-        splits_batches: several processes share each batch of the script, and loaders give full batches only.
+        num_steps: the number of optimizer steps after which to end.
+        splits_batches: several processes share each batch of the script, and loaders give only full batches.
     """
 
     num_steps: int
@@ -55,7 +55,7 @@ class Conditions:
 
     @classmethod
     def read(cls, folder: Path) -> Conditions:
-        """Return the conditions that were written to `folder`."""
+        """Read the conditions from `folder`."""
         return cls(**json.loads((folder / CONDITIONS).read_text()))
 
     def write(self, folder: Path) -> None:
@@ -69,10 +69,10 @@ class Record:
     """The record of one process.
 
     Attributes:
-        losses: the value that each backward pass began with.
-        weights: of each trained parameter the sum, and the sum of its absolute values, after the last step.
-        draws: random numbers were drawn between two backward passes of one pass through a loader.
-        normalizes: a layer normalises over the batch of its process.
+        losses: the loss of each backward pass.
+        weights: the sum of each trained parameter, and the sum of its absolute values, after the last step.
+        draws: random numbers were drawn between two backward passes of one pass over a loader.
+        normalizes: a layer normalises over its process's batch.
         is_rounded: the forward pass ran in bfloat16 or float16.
     """
 
@@ -94,7 +94,7 @@ class Record:
 
 @final
 class Observer:
-    """Record the training of this process, and end it after the last step."""
+    """A recorder of this process's training that ends it after the last step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,7 +105,7 @@ class Observer:
         self._depth = 0
 
     def install(self) -> None:
-        """Observe torch in this process from now on."""
+        """Start to observe torch in this process."""
         torch.manual_seed(0)
         random.seed(0)
         with contextlib.suppress(ImportError):
@@ -127,7 +127,7 @@ class Observer:
         _wrap(torch.multiprocessing, "spawn", partial(_spawning, self._folder))
 
     def write(self) -> None:
-        """Write the record, where this process has trained."""
+        """Write the record if this process has trained."""
         record = self._record
         if not record.losses:
             return
@@ -197,7 +197,7 @@ class Observer:
 
 
 def _wrap(owner: object, name: str, wrapped: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-    """Replace a function or method of `owner` by what `wrapped` makes of it."""
+    """Replace a function or method of `owner` by `wrapped(function)`."""
     before: Callable[..., object] = getattr(owner, name)
     setattr(owner, name, functools.wraps(before)(wrapped(before)))
 
@@ -206,7 +206,7 @@ def _wrap(owner: object, name: str, wrapped: Callable[[Callable[..., object]], C
 
 
 def _with_full_batches(make: Callable[..., object]) -> Callable[..., object]:
-    """Return the constructor of loaders with batches of an even size, the last one of a pass left out."""
+    """Return a loader constructor with batches of an even size, without the last one of a pass."""
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
@@ -220,7 +220,7 @@ def _with_full_batches(make: Callable[..., object]) -> Callable[..., object]:
 
 
 def _splitting(make: Callable[..., object]) -> Callable[..., object]:
-    """Return the constructor of Accelerators that share each batch of the script."""
+    """Return a constructor of Accelerators that split each batch of the script."""
 
     def made(accelerator: object, *args: object, **kwargs: object) -> None:
         given = kwargs.get("dataloader_config")
@@ -232,7 +232,7 @@ def _splitting(make: Callable[..., object]) -> Callable[..., object]:
 
 
 def _keep_saves_in(folder: Path) -> None:
-    """Save in `folder` what the script saves with torch, or converted with the Accelerator: no checkpoint changes."""
+    """Save the script's files in `folder`, whether by torch or by the Accelerator, so that no checkpoint changes."""
 
     def place(file: object) -> object:
         if not isinstance(file, (str, os.PathLike)):
@@ -260,7 +260,7 @@ def _keep_saves_in(folder: Path) -> None:
 
 @final
 class _OnHost(TorchFunctionMode):
-    """Compute on the CPU, for a script that names a missing GPU."""
+    """A mode that computes on the CPU, for a script that names a missing GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -278,7 +278,7 @@ def _on_host(value: object) -> object:
 
 
 def _without_cuda() -> None:
-    """Let a script that names GPUs run without one."""
+    """Let a script that uses GPUs run without one."""
     if torch.cuda.is_available():
         return
     _OnHost().__enter__()
@@ -311,7 +311,7 @@ def _without_device_ids(make: Callable[..., object]) -> Callable[..., object]:
 
 
 def _spawning(folder: Path, spawn: Callable[..., object]) -> Callable[..., object]:
-    """Return `spawn`, with processes that are observed too."""
+    """Return `spawn` with processes that are observed too."""
     return lambda fn, args=(), *rest, **kwargs: spawn(_observed, (folder, fn, *args), *rest, **kwargs)
 
 
@@ -325,7 +325,7 @@ def _observed(index: int, folder: Path, function: Callable[..., object], *args: 
 
 @contextlib.contextmanager
 def observing(folder: Path) -> Iterator[None]:
-    """Observe this process, and write the record if what runs ends before the last step."""
+    """Observe this process, and write the record if the program ends before the last step."""
     observer = Observer(folder)
     observer.install()
     try:

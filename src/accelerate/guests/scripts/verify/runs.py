@@ -1,4 +1,4 @@
-"""Runs of a script that are recorded, and the comparison of their losses and weights."""
+"""Recorded runs of a script, and the comparison of their losses and weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINIT
 
 
 class VerificationError(AccelerateError, RuntimeError):
-    """A script couldn't be run for a comparison."""
+    """The error for a script that couldn't be run for a comparison."""
 
 
 @final
@@ -39,7 +39,7 @@ class Run:
     """A column of the comparison.
 
     Attributes:
-        losses: of each backward pass, the mean over the processes.
+        losses: the mean over the processes for each backward pass.
     """
 
     title: str
@@ -51,7 +51,7 @@ class Run:
 
     @classmethod
     def of(cls, title: str, records: Sequence[Record]) -> Run:
-        """Return the run of the processes with these records."""
+        """Return the run with these records of its processes."""
         losses = [sum(each) / len(records) for each in zip(*(record.losses for record in records), strict=False)]
         return cls(
             title,
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def place(self) -> str:
-        """The run, for a sentence."""
+        """The run, in words for a sentence."""
         return f"the {self.title}" if self.title == ORIGINAL else f"the run of {self.title}"
 
     def checksum(self) -> float:
@@ -75,10 +75,10 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """A run and others that have to equal it.
+    """A run and others that must be equal to it.
 
     Attributes:
-        excused: the titles of runs that differ by design, with the reason.
+        excused: titles of runs that differ by design -> the reason.
     """
 
     runs: list[Run]
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[str]:
-        """Where another run leaves the first one, in words."""
+        """The first difference of each other run from the first run, in words."""
         original, *others = self.runs
         return [text for run in others if run.title not in self.excused and (text := _difference(original, run))]
 
@@ -113,7 +113,7 @@ class Comparison:
 @final
 @dataclass
 class Runs:
-    """Runs of one script for so many steps, each recorded in a subfolder of `folder`."""
+    """Runs of one script for a number of steps, each recorded in a subfolder of `folder`."""
 
     folder: Path
     script: Path
@@ -124,7 +124,7 @@ class Runs:
     def observe(
         self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, launcher: str | None = None
     ) -> list[Record]:
-        """Run `source` on so many ranks (None: as a program of its own) and return the record of each."""
+        """Run `source` on a number of ranks (None: as a program of its own), and return the record of each."""
         from .observe import Conditions, Record
 
         self._count += 1
@@ -173,12 +173,12 @@ class Runs:
 
 
 def title_of(num_processes: int) -> str:
-    """Return the title of a run of so many processes."""
+    """Return the title of a run by its number of processes."""
     return "1 process" if num_processes == 1 else f"{num_processes} processes"
 
 
 def _difference(original: Run, run: Run) -> str:
-    """Return where `run` leaves the original, in words; "" if it doesn't."""
+    """Return the first difference of `run` from the original, in words; "" if there is none."""
     limit = _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
     place = original.place
     if len(run.losses) != len(original.losses):
