@@ -317,7 +317,8 @@ class Supervisor:
         """Return the variables of one rank, whose ``plan`` says the others."""
         if self.losses is not None:
             return self.losses.environment(plan)
-        return {name: value for name, value in plan.items() if name not in members()}  # of a launch around this one
+        around = members()  # of a launch around this one
+        return {name: value for name, value in plan.items() if name not in around}
 
     def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper) -> None:
         """Start the process of one rank."""
