@@ -1,10 +1,10 @@
 """The monitor of a run: its reports, its stopping rules, and the live view of the files that it writes.
 
-- `run_monitor`: the monitor that ``Accelerator.watch_run`` makes; `throughput`, `utilization`: what it measures.
-- `loop_watch`: the same for a script that doesn't ask for it, by `accelerate launch --monitor`.
-- `records`: the file that each rank writes; `ledger`: how a process spent its time.
-- `reading`: the files of a run, followed while they grow; `snapshot`: the run as it is now, as one `document`.
-- `serve`: the page; `terminal`: the same as text; `export`: the page as a file or a picture.
+- `run_monitor`: the monitor of ``Accelerator.watch_run``; `throughput`, `utilization`: its measurements.
+- `loop_watch`: a monitor for scripts without ``watch_run``, with `accelerate launch --monitor`.
+- `records`: the file of each rank; `ledger`: how a process spent its time.
+- `reading`: read the files of a run as they grow; `snapshot`: the current state of the run as one `document`.
+- `serve`: the web page; `terminal`: the same as text; `export`: the page as a file or a picture.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
 
 @final
 class LastLoad(LoopHook):
-    """The checkpoint that was loaded last, from which a watch that begins later goes on."""
+    """The last loaded checkpoint, from which a watch that starts later continues."""
 
     def __init__(self, run: Accelerator, asked: object = None) -> None:
         self.loaded: Loaded | None = None
 
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
-        """Keep it."""
+        """Keep the checkpoint's folder and details."""
         self.loaded = folder, details
 
 
 def attach_to_loop(run: Accelerator, asked: object) -> LoopHook | None:
-    """Return the hook that watches the loop of ``run``, if the launch was asked for that."""
+    """Return the hook that watches the loop of ``run``, if the launch has ``--monitor``."""
     if not env.read(_FOLDER_VARIABLE):
         return None
     from .loop_watch import LoopWatch
@@ -49,7 +49,7 @@ def attach_to_loop(run: Accelerator, asked: object) -> LoopHook | None:
 
 
 def watch_run(run: Accelerator, **options: Any) -> RunWatch:
-    """Return the watch that a script asks for; see ``Accelerator.watch_run``."""
+    """Return the watch of a script; see ``Accelerator.watch_run``."""
     from .loop_watch import watch_script
 
     return watch_script(run, _last_load_of(run).loaded, **options)

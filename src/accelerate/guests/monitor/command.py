@@ -1,4 +1,4 @@
-"""``accelerate monitor RUN``: a page and a terminal view of a run, live, from the files in its folder."""
+"""``accelerate monitor RUN``: a live page or terminal view of a run, from the files in its folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def monitor_command(args: argparse.Namespace) -> int:
     """Show the run as a page, in the terminal or as an exported file, and return 0.
 
     Raises:
-        SettingError: there is no such folder, or a file can't be written that way.
+        SettingError: the folder doesn't exist, or the exported file has an unknown type.
         MissingDependency: a picture needs a browser.
     """
     from .runs import Runs

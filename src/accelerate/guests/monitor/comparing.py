@@ -1,4 +1,4 @@
-"""The ranks of a run beside each other: their states, how their numbers are spread, and which of them stand out."""
+"""Compare the ranks of a run: their states, the spread of their numbers, and outliers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STATES: Final = {
 
 
 def state_of(run: RunFiles, now: float) -> str:
-    """Return empty, running, silent, finished, preempted, stopped or failed."""
+    """Return the run's state: empty, running, silent, finished, preempted, stopped or failed."""
     ranks = list(run.ranks.values())
     if not ranks:
         return "empty"
@@ -45,16 +45,16 @@ def state_of(run: RunFiles, now: float) -> str:
 
 
 def state_of_rank(rank: Rank, now: float) -> str:
-    """Return running, silent, finished, preempted, stopped or failed."""
+    """Return the rank's state: running, silent, finished, preempted, stopped or failed."""
     if rank.ending is None:
         return "silent" if now - rank.last_time > SILENT_SECONDS else "running"
     return _STATES[rank.ending]
 
 
 def skew(run: RunFiles) -> Skew | None:
-    """Return how much longer the slowest rank took than the median; None with one rank.
+    """Return how much longer than the median the slowest rank took; None with one rank.
 
-    At the newest step that all ranks have reported; of a large run, by each rank's newest report.
+    It uses the newest step that all ranks have reported; in a large run, each rank's newest report.
     """
     times = _newest(run.ranks.values(), "step_seconds") if run.is_large else _at_common_step(run)
     if len(times) < 2:
@@ -76,13 +76,13 @@ def _newest_steps(curve: Curve) -> set[int]:
 
 
 def _newest(ranks: Iterable[Rank], name: str) -> dict[int, float]:
-    """Return the number ``name`` of each rank's newest report, where it is finite."""
+    """Return the number ``name`` of each rank's newest report, if it is finite."""
     known = ((rank.number, finite(number(rank.newest.get(name)))) for rank in ranks)
     return {rank: value for rank, value in known if value is not None}
 
 
 def spread(ranks: Iterable[Rank]) -> dict[str, Spread]:
-    """Return smallest, middle, 90 and 99 of a hundred, and largest of each number in the ranks' newest reports."""
+    """Return minimum, median, 90th and 99th percentile and maximum of each number in the ranks' newest reports."""
     ranks = list(ranks)
     found: dict[str, Spread] = {}
     for name in PER_RANK:
@@ -99,14 +99,14 @@ def spread(ranks: Iterable[Rank]) -> dict[str, Spread]:
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """Return the smallest of the sorted ``values`` that this share of them doesn't exceed."""
+    """Return the quantile of the sorted ``values``: the smallest that this share of them doesn't exceed."""
     return values[min(len(values) - 1, max(0, -(-int(share * 1000) * len(values) // 1000) - 1))]
 
 
 def standing_out(ranks: Iterable[Rank], now: float) -> dict[int, str]:
     """Return the ranks that stand out, each with the reason: a rare state, or a number above the median.
 
-    The ranks with the largest numbers are listed too where these are hardly above the median, without a reason.
+    Ranks with the largest numbers are also listed, without a reason, if these are hardly above the median.
     """
     ranks = list(ranks)
     reasons: dict[int, list[str]] = {}

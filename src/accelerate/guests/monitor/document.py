@@ -1,7 +1,7 @@
-"""The types of the JSON document of a run, shared by the page, the terminal and the exported file.
+"""The types of the JSON document of a run, which the page, the terminal and the exported file share.
 
-Files of a run may come from another version, so facts, numbers and events hold whatever their lines hold: readers of
-`Facts` check what they take.
+Files of a run may come from another version, so facts, numbers and events have the unchecked content of their lines:
+readers of `Facts` check the values that they use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Event(_EventFacts):
 
 
 class ShownEvent(Event):
-    """One event of all ``ranks`` that report it alike; of a large run ``ranks`` are the first of ``num_ranks``."""
+    """One event of all ``ranks`` that report the same; in a large run ``ranks`` are the first of ``num_ranks``."""
 
     ranks: list[int]
     num_ranks: int
@@ -38,7 +38,7 @@ class ShownEvent(Event):
 
 
 class Clock(TypedDict):
-    """When the main rank reported each step (seconds since 1970), and in which epoch it was."""
+    """The time at which the main rank reported each step (seconds since 1970), and the step's epoch."""
 
     steps: list[int]
     times: list[float | None]
@@ -53,7 +53,7 @@ class Output(TypedDict):
 
 
 class RunSummary(TypedDict):
-    """One run of several, in a few words; ``why`` is how it ended."""
+    """A short summary of one run of several; ``why`` is how it ended."""
 
     run: str
     state: str
@@ -66,7 +66,7 @@ class RunSummary(TypedDict):
 
 
 class RunList(TypedDict):
-    """The runs of a folder, the newest first; of a folder that is a run itself ``is_one`` holds."""
+    """The runs of a folder, newest first; ``is_one`` is true for a folder that is a run itself."""
 
     folder: str
     is_one: bool
@@ -75,7 +75,7 @@ class RunList(TypedDict):
 
 
 class Points(TypedDict):
-    """One curve; ``bad`` are the steps whose values are no finite numbers."""
+    """One curve; ``bad`` are the steps whose values aren't finite."""
 
     steps: list[int]
     values: list[float | None]
@@ -83,14 +83,14 @@ class Points(TypedDict):
 
 
 class ThinnedPoints(Points):
-    """A long curve, whose values are means of neighbours, with the smallest and the largest of them."""
+    """A long curve, with means of neighbouring values, and their minimum and maximum."""
 
     low: list[float | None]
     high: list[float | None]
 
 
 class Lines(TypedDict):
-    """The curves of one number on the ranks, by label."""
+    """The curves of one number on several ranks, by label."""
 
     lines: dict[str, Points]
 
@@ -103,7 +103,7 @@ class Skew(TypedDict):
 
 
 class RankState(TypedDict):
-    """One rank as it is now; the numbers are those of its newest report."""
+    """The current state of one rank; the numbers are those of its newest report."""
 
     rank: int
     device: object
@@ -119,7 +119,7 @@ class RankState(TypedDict):
 
 
 class Spread(TypedDict):
-    """One number over the ranks as it is now."""
+    """The current spread of one number over the ranks."""
 
     smallest: float
     middle: float
@@ -129,7 +129,7 @@ class Spread(TypedDict):
 
 
 class Hours(TypedDict):
-    """Where the time of a run went, from its first start to its last sign; ``goodput`` as a fraction of it."""
+    """How the time of a run was spent, from its first start to its last sign of life; ``goodput`` is a fraction."""
 
     began: float
     wall_seconds: float
@@ -141,10 +141,10 @@ class Hours(TypedDict):
 
 
 class Document(TypedDict):
-    """A run as it is now.
+    """The current state of a run.
 
-    ``seen`` is when the last rank to write anything did. Of a large run ``ranks`` are those
-    that stand out, and ``per_rank`` is over ``num_followed`` ranks, those among them.
+    ``seen`` is the time of the last write of any rank. In a large run, ``ranks`` are those that stand out, and
+    ``per_rank`` covers ``num_followed`` ranks, which include them.
     """
 
     name: str

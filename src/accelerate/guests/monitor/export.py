@@ -1,4 +1,4 @@
-"""The page of a run as a file: self-contained HTML, or a picture of it by an installed browser."""
+"""Export the page of a run: as self-contained HTML, or as a picture drawn by an installed browser."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SECONDS: Final = 60
 
 
 def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
-    """Write ``target`` (.html, .png, .json or .csv), which shows the run as it is now.
+    """Write the current state of the run to ``target`` (.html, .png, .json or .csv).
 
     Raises:
-        SettingError: another ending.
-        MissingDependency: a .png without a browser that can draw it.
+        SettingError: the suffix is another one.
+        MissingDependency: there is no browser to draw a .png.
     """
     kind = target.suffix.lower()
     if kind not in (".html", ".png", ".json", ".csv"):
@@ -56,7 +56,7 @@ def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
 
 
 def csv_text(run: RunFiles) -> str:
-    """Return all numbers of the run as CSV: a row a step, a column a number, empty where there is none."""
+    """Return all numbers of the run as CSV, with one row per step and one column per number, which may be empty."""
     main = run.main
     curves: dict[str, Curve] = {} if main is None else {"time": main.times, "epoch": main.epochs, **main.curves}
     for name, curve in run.logged.items():
@@ -81,7 +81,7 @@ def picture(html: str, target: Path, *, theme: str = "light") -> None:
     """Draw ``html`` as the PNG file ``target``.
 
     Raises:
-        MissingDependency: there is no browser, or it didn't draw.
+        MissingDependency: there is no browser, or it failed to draw.
     """
     browser = find_browser()
     if browser is None:

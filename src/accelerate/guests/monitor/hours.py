@@ -1,7 +1,7 @@
-"""Where the hours of a run went, over all its starts, from the ledgers of its processes.
+"""How the time of a run was spent, over all its starts, from the ledgers of its processes.
 
-A process's own file says what its time went into; what lies between two of them is known by their times alone, and
-which of the steps were done again by the update at which a later process went on.
+A process's own file says how it spent its time. The time between two processes follows from their times, and the
+repeated steps from the update at which a later process resumed.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Line(NamedTuple):
 
     @property
     def time(self) -> float:
-        """When it was written."""
+        """The time of writing."""
         return self.began + self.elapsed
 
 
 @final
 @dataclass
 class Stretch:
-    """The updates from a loop's beginning, or from a checkpoint that it loaded, to the next load or its end.
+    """The updates from a loop's beginning, or from a loaded checkpoint, to the next load or the loop's end.
 
     Attributes:
-        is_next_loop: it begins a loop that came after another one of its process.
+        is_next_loop: it begins a loop that isn't the first one of its process.
     """
 
     first_update: int
@@ -87,16 +87,16 @@ class Stretch:
 
     @property
     def has_worked(self) -> bool:
-        """Whether any update was done."""
+        """Whether it contains an update."""
         return self.updates > self.first_update
 
     def work_after(self, update: int) -> dict[str, float]:
-        """Return the seconds of the steps after ``update``, the number of updates that was done by then, by kind."""
+        """Return the seconds by kind of the steps after the first ``update`` updates."""
         last = self.lines[-1]
         return {kind: max(0.0, last.seconds.get(kind, 0.0) - self._at(update, kind)) for kind in _WORK}
 
     def _at(self, update: int, kind: str) -> float:
-        """Return the seconds of ``kind`` up to ``update``, between two lines as if all updates took equally long."""
+        """Return the seconds of ``kind`` up to ``update``, interpolated linearly between two lines."""
         before = self.lines[0]
         for line in self.lines:
             known = line.seconds.get(kind, 0.0)
@@ -109,7 +109,7 @@ class Stretch:
 
 
 def hours(folder: Path) -> Hours | None:
-    """Return where the time of the run in this project's folder went; None of one without a ledger."""
+    """Return how the time of the run in this project's folder was spent; None without a ledger."""
     processes = _newest_run(read_ledgers(folder))
     if not processes:
         return None
@@ -135,7 +135,7 @@ def hours(folder: Path) -> Hours | None:
 
 
 def _move_lost(parts: Sequence[Stretch], seconds: dict[str, float]) -> int:
-    """Count the steps that a later stretch has done again as lost, and return how many they are."""
+    """Count the steps that a later stretch has repeated as lost, and return their number."""
     done_again, lost_updates = float("inf"), 0
     for part in reversed([part for part in parts if part.has_worked]):
         if done_again < part.updates:
@@ -152,12 +152,12 @@ def _move_lost(parts: Sequence[Stretch], seconds: dict[str, float]) -> int:
 
 
 def _is_next_loop(before: Sequence[Line], lines: Sequence[Line]) -> bool:
-    """Return whether a loop is another one of the process of the loop before."""
+    """Return whether a loop follows another loop of the same process."""
     return before[-1].ended == NEXT and before[-1].pid == lines[0].pid
 
 
 def stretches(lines: Sequence[Line], is_next_loop: bool = False) -> list[Stretch]:
-    """Return the parts of one loop between the checkpoints that it loaded."""
+    """Return the parts of one loop between its loaded checkpoints."""
     found: list[Stretch] = []
     for before, line in zip([None, *lines], lines, strict=False):
         if before is None or line.loads != before.loads:
@@ -167,7 +167,7 @@ def stretches(lines: Sequence[Line], is_next_loop: bool = False) -> list[Stretch
 
 
 def _newest_run(processes: Sequence[list[Line]]) -> list[list[Line]]:
-    """Return those since a process began anew after another one had come to its end."""
+    """Return the processes since one started from scratch after another had finished."""
     begin, has_ended = 0, False
     for index, lines in enumerate(processes):
         worked = next((part for part in stretches(lines) if part.has_worked), None)
@@ -179,7 +179,7 @@ def _newest_run(processes: Sequence[list[Line]]) -> list[list[Line]]:
 
 
 def read_ledgers(folder: Path) -> list[list[Line]]:
-    """Return the lines of each process's ledger of the run in ``folder``, both in the order of their times."""
+    """Return the lines of each process's ledger of the run in ``folder``, both sorted by time."""
     places = (folder / RECORDS / FOLDER, *sorted(folder.glob(f"*/{RECORDS}/{FOLDER}")), folder / FOLDER)
     files = next((found for place in places if (found := sorted(place.glob("*.jsonl")))), [])
     return sorted((lines for file in files if (lines := _read(file))), key=lambda lines: lines[0].began)
@@ -203,7 +203,7 @@ def _lines_of(file: Path, _changed: int, _size: int) -> list[Line]:
 
 
 def _line(text: bytes) -> Line | None:
-    """Return a line of a file; None for a torn one, or one of another version."""
+    """Return the parsed line of a file; None for a torn line, or one of another version."""
     try:
         found = cast("dict[str, Any]", json.loads(text.strip(b"\0")))
         seconds = {kind: known for kind, each in found["seconds"].items() if (known := number(each)) is not None}

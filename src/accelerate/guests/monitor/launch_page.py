@@ -1,4 +1,4 @@
-"""``accelerate launch --monitor``: the page of the run, served by the launcher as long as the run goes on."""
+"""``accelerate launch --monitor``: the launcher serves the page of the run while the run lasts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAST_SECONDS: Final = 2.5
 
 
 def begin(args: argparse.Namespace) -> Callable[[LaunchPlan], AbstractContextManager[LaunchPlan]]:
-    """Choose the new run's folder; return what serves its page around the run."""
+    """Choose the new run's folder; return a function that serves its page around the run."""
     folder = folder_of_launch(args)
 
     def around(plan: LaunchPlan) -> AbstractContextManager[LaunchPlan]:
@@ -36,7 +36,7 @@ def begin(args: argparse.Namespace) -> Callable[[LaunchPlan], AbstractContextMan
 
 
 def folder_of_launch(args: argparse.Namespace) -> Path:
-    """Return the new run's folder, that of the environment or ``runs/<script>_<time>``; its outputs go there too."""
+    """Return the new run's folder, from the environment or ``runs/<script>_<time>``; its outputs go there too."""
     from .records import FOLDER_VARIABLE
 
     name = Path(str(args.training_script)).stem or "run"
@@ -50,8 +50,8 @@ def check_shown(plan: LaunchPlan) -> None:
     """Raise if no page can show the run.
 
     Raises:
-        SettingError: the plan hands the run to somebody else, whose ranks this machine may not see; or its ranks may be
-            lost, and share no losses.
+        SettingError: another program starts the ranks, so this machine may not see them; or the run survives lost
+            ranks, which share no losses.
     """
     from .records import FOLDER_VARIABLE
 
@@ -95,7 +95,7 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
 
 
 def _open(url: str) -> None:
-    """Open a browser for a person who sits here: at a terminal, with a screen."""
+    """Open a browser if a person is at a terminal with a screen."""
     has_screen = sys.platform in ("darwin", "win32") or env.read("DISPLAY") or env.read("WAYLAND_DISPLAY")
     if has_screen and sys.stderr.isatty():
         import webbrowser

@@ -1,9 +1,9 @@
-"""The ledger of a run's hours: how each of its processes spent its time, for ``accelerate report``.
+"""The ledger of a run: how each of its processes spent its time, for ``accelerate report``.
 
-One small file for each start of the run, ``{logging_dir}/monitor/ledger/{time}_{pid}.jsonl``, by rank 0. A thread
-writes the account of the process once a second, in turns over the two last lines, so that the file stays small and a
-process that is killed at any instant, inside of a write too, loses a second or two. Lines of before a save or a load
-stay.
+Rank 0 writes one small file for each start of the run, ``{logging_dir}/monitor/ledger/{time}_{pid}.jsonl``. Once a
+second, a thread overwrites one of the last two lines with the account of the process. So the file stays small, and a
+process that is killed at any time, even during a write, loses at most two seconds. Lines before a save or a load are
+kept.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _IMPORTED: Final = perf_counter()
 
 
 class Position(NamedTuple):
-    """Where a loop is, as its ledger asks for it; the numbers of seconds only grow.
+    """The position of a loop, for its ledger; the numbers of seconds never decrease.
 
     Attributes:
-        updates: done, those before a resumed checkpoint included.
-        first_update: the number of updates at which the loop, or its newest load, began.
-        loads: how often the loop has gone on from a checkpoint.
-        waited: seconds in which the loop has waited for batches.
-        evaluated: seconds of passes over other loaders inside of the training pass.
-        compiled: seconds in which torch has compiled.
+        updates: the number of updates, including those before a resumed checkpoint.
+        first_update: the number of updates at the start of the loop, or at its last load.
+        loads: the number of checkpoints that the loop has loaded.
+        waited: the seconds that the loop has waited for batches.
+        evaluated: the seconds of passes over other loaders inside the training pass.
+        compiled: the seconds of compilation by torch.
         progress: a value that changes with every batch.
-        stalled: for how long the loop has made no progress; None: by ``progress`` alone.
+        stalled: the seconds without progress; None if only ``progress`` tells.
     """
 
     updates: int
@@ -68,11 +68,11 @@ class Position(NamedTuple):
 @final
 @dataclass
 class Account:
-    """The seconds of one process by kind, which sum up to its age at every instant.
+    """The seconds of one process by kind; their sum is always its age.
 
     Attributes:
-        phase: what the process is in now.
-        since: when that began, or was last moved from.
+        phase: the current phase of the process.
+        since: the start of that phase, or the last time from which seconds were moved.
     """
 
     since: float
@@ -80,7 +80,7 @@ class Account:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def enter(self, phase: str, at: float) -> None:
-        """Begin ``phase`` at the time ``at``."""
+        """Start ``phase`` at the time ``at``."""
         at = max(at, self.since)
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + at - self.since
         self.phase, self.since = phase, at
@@ -98,7 +98,7 @@ class Account:
         return copy
 
     def settle(self) -> None:
-        """Take what two of the parts have counted twice from one of them."""
+        """Remove time that was counted twice, so that no kind is negative."""
         short = -self.seconds.get(STEP, 0.0)
         for part in (HANG, COMPILE, EVALUATION, DATA_WAIT):
             if short > 0:
@@ -112,9 +112,9 @@ class Ledger:
     """The file of one process's account, and the thread that writes it.
 
     Args:
-        folder: that of the records; None keeps no ledger.
-        position: a method that says where the loop is, called by the thread; its object isn't kept alive.
-        hang_seconds: so long without progress is a hang.
+        folder: the folder of the records; None writes no ledger.
+        position: a method that returns the loop's position, called by the thread; its object isn't kept alive.
+        hang_seconds: the seconds without progress that count as a hang.
     """
 
     def __init__(self, folder: Path | None, position: Callable[[], Position], hang_seconds: float) -> None:
@@ -141,7 +141,7 @@ class Ledger:
             atexit.register(_end, weakref.ref(self))
 
     def enter(self, phase: str, at: float) -> None:
-        """Begin ``phase`` at the time ``at``."""
+        """Start ``phase`` at the time ``at``."""
         with self._lock:
             self._account.enter(phase, at)
 
@@ -160,12 +160,12 @@ class Ledger:
         self.keep()
 
     def keep(self) -> None:
-        """Write the account of this instant in a line that stays."""
+        """Write the current account to a line that is never overwritten."""
         if self.is_alive:
             self._write(stays=True)
 
     def finish(self, how: str) -> None:
-        """Record how the loop ended; what follows is the shutdown of the process."""
+        """Record how the loop ended; the time after it is the shutdown of the process."""
         with self._lock:
             if self._ended is None:
                 self._ended = how
@@ -174,7 +174,7 @@ class Ledger:
             self._write()
 
     def close(self) -> None:
-        """Write the account a last time."""
+        """Write the final account."""
         thread, self._thread = self._thread, None
         if thread is not None and self._pid == os.getpid():
             self._left.set()
@@ -184,7 +184,7 @@ class Ledger:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the file is kept, and by this process."""
+        """Whether this process writes the file."""
         return self._thread is not None and self._pid == os.getpid()  # a forked worker doesn't have the thread
 
     # -- the thread ----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Ledger:
             file.write(line)
 
     def _line(self, now: float) -> dict[str, object]:
-        """Return the account now, as one line of the file."""
+        """Return the current account as one line of the file."""
         before, ask = self._newest, self._position()
         position = self._newest = before if ask is None else ask()
         if position.compiled > before.compiled:
@@ -261,7 +261,7 @@ class Ledger:
 
 @final
 class _Newest:
-    """The ledger of this process that was begun last."""
+    """The newest ledger of this process."""
 
     ledger: weakref.ref[Ledger] | None = None
     until: float = -math.inf  # up to then, the process's time is in another ledger
@@ -276,7 +276,7 @@ class _Newest:
 
 
 def process_age() -> float:
-    """Return for how many seconds this process has run; where the system doesn't say, since this file was imported."""
+    """Return the seconds since this process started; if unknown, since this file was imported."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -286,7 +286,7 @@ def process_age() -> float:
 
 
 def _end(reference: weakref.ref[Ledger]) -> None:
-    """Close the ledger at the end of the interpreter, with how it ended."""
+    """Close the ledger at the interpreter's exit, with how it ended."""
     ledger = reference()
     if ledger is not None and ledger.is_alive:
         ledger.finish("exit" if getattr(sys, "last_value", None) is None else "error")

@@ -1,7 +1,7 @@
-"""The watch of a loop whose script asks for none, for ``accelerate launch --monitor``.
+"""The watch of a loop whose script doesn't call ``watch_run``, for ``accelerate launch --monitor``.
 
-There is no collective and no rule in it: each rank writes its own numbers, as nobody has said that all
-ranks' loops make the same calls.
+It has no collectives and no rules. Each rank writes its own numbers, because the loops of the ranks may make different
+calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_LOSSES: Final = 1024
 
 @final
 class ToldWatch(LoopHook):
-    """Tells the watch of a loop what its Accelerator does."""
+    """A hook that reports the Accelerator's events to the watch of a loop."""
 
     def __init__(self, watch: RunMonitor) -> None:
         self.watch: RunMonitor = watch
@@ -44,15 +44,15 @@ class ToldWatch(LoopHook):
         self.watch.note_gradient_norm(norm)
 
     def details_of_save(self, alone: bool) -> Mapping[str, object]:
-        """Return the watch's state; a collective with a report of the losses so far, unless this rank saves alone."""
+        """Return the watch's state; a collective that first reports recent losses, unless this rank saves alone."""
         return {"watch": {"updates": self.watch.updates} if alone else self.watch.before_save()}
 
     def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
-        """Record the save, of whose ``details`` a notice of preemption may be one."""
+        """Record the save, whose ``details`` may have a notice of preemption."""
         self.watch.saved(folder, seconds, details.get("preempted"))
 
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
-        """Go on from the state of a watch in the checkpoint, if it has one."""
+        """Continue from the watch's state in the checkpoint, if there is one."""
         if (saved := saved_watch((folder, details))) is not None:
             self.watch.resume(saved)
 
@@ -65,7 +65,7 @@ class ToldWatch(LoopHook):
 class LoopWatch(LoopHook):
     """The watch of a loop by its losses; the steps of one prepared optimizer are the updates.
 
-    It is the one that steps first, until `free_memory` has been called. Where none has hooks, as an engine's own, an
+    It is the optimizer that steps first, until `free_memory` is called. If no optimizer has hooks, as in an engine, an
     update is the backward that completes an accumulation window.
     """
 
@@ -80,12 +80,12 @@ class LoopWatch(LoopHook):
         self._losses: deque[tuple[torch.Tensor, torch.Tensor | float]] = deque(maxlen=_MAX_LOSSES)
 
     def before_backward(self, loss: object, weight: object) -> None:
-        """Note the loss before the backward in which an engine steps."""
+        """Record the loss before the backward in which an engine steps."""
         if loss is not None:
             self._note(loss, weight)
 
     def after_backward(self, loss: object, weight: object) -> None:
-        """Note the loss of a pass that has computed it."""
+        """Record the loss, unless :meth:`before_backward` has recorded it."""
         if loss is not self._noted:
             self._note(loss, weight)
         self._noted = None
@@ -94,7 +94,7 @@ class LoopWatch(LoopHook):
         """Keep ``loss``, which is read at the next report.
 
         Args:
-            weight: how many items it sums over; without one it is their mean.
+            weight: the number of items in the sum; None if the loss is a mean.
         """
         run = self._run()
         if run is None:
@@ -148,7 +148,7 @@ class LoopWatch(LoopHook):
 
 
 def watch_script(run: Accelerator, loaded: Loaded | None, **options: Any) -> RunWatch:
-    """Return the watch that a script asks for, in place of the one before; it goes on from what was ``loaded``."""
+    """Return the watch that a script creates, instead of the previous one; it continues from ``loaded``."""
     hooks = run.gradient_state.hooks
     for before in (*hooks.of(LoopWatch), *hooks.of(ToldWatch)):
         hooks.remove(before)
@@ -158,7 +158,7 @@ def watch_script(run: Accelerator, loaded: Loaded | None, **options: Any) -> Run
 
 
 def _mean(losses: Sequence[tuple[torch.Tensor, torch.Tensor | float]]) -> torch.Tensor:
-    """Return the mean over the items of ``losses``, each a sum over as many items as its weight says."""
+    """Return the mean over the items of ``losses``; each loss is a sum over as many items as its weight."""
     first, weight = losses[0]
     if len(losses) == 1 and isinstance(weight, float) and weight == 1.0:
         return first

@@ -19,7 +19,7 @@ _NUM_LINES: Final = 200
 
 @final
 class OutputTail:
-    """The tail of the newest log file in ``folder``; the newest one is searched every ten seconds."""
+    """The tail of the newest log file in ``folder``; the newest file is searched every ten seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -28,7 +28,7 @@ class OutputTail:
         self._next_search = 0.0
 
     def refresh(self) -> bool:
-        """Look at the file, and return whether another one is the newest, or it has gained lines."""
+        """Check the file, and return whether another file is the newest, or it has new lines."""
         before = (self._path, self._size)
         if time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + _SEARCH_SECONDS

@@ -1,7 +1,8 @@
 """The files of a run, read as they grow: each rank's reports and events, and the numbers that the script logged.
 
-Of a run of many ranks the files of a few are read whole: those of the main rank, of some spread evenly, and of those
-that stand out. Of all others the newest report and the events near it are read, a part of these files at each refresh.
+In a run of many ranks, only some files are read completely: those of the main rank, of evenly spaced ranks, and of
+ranks that stand out. From all other files, only the newest report and the events near it are read, for some of the
+files at each refresh.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart",
 
 
 def number(value: object) -> float | None:
-    """Return ``value`` as a number, NaN and infinities (text in the files) included; None for anything else."""
+    """Return ``value`` as a number, including NaN and infinities (text in the files); None for other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -55,7 +56,7 @@ def number(value: object) -> float | None:
 @final
 @dataclass
 class Curve:
-    """One number over the steps of a run; resuming from an earlier step replaces the later values."""
+    """One number over the steps of a run; after a resume from an earlier step, new values replace the later ones."""
 
     steps: list[int] = field(default_factory=list[int])
     values: list[float] = field(default_factory=list[float])
@@ -75,18 +76,19 @@ class Curve:
 
 @final
 class Tail:
-    """A reader of the whole lines that were added to a file since the last read."""
+    """A reader of the complete lines added to a file since the last read."""
 
     def __init__(self, path: str | Path) -> None:
         self.path: str = os.fspath(path)
         self._offset = 0
 
     def lines(self, *, ends_only: bool = False, until: int | None = None) -> Iterator[Facts]:
-        """Yield new lines that are JSON objects; a half-written last one is left for the next time.
+        """Yield new lines that are JSON objects; an incomplete last line is left for the next call.
 
         Args:
-            ends_only: of much that is new, take the file's first line, the last report, and the events near it.
-            until: an offset in the file where to stop.
+            ends_only: if there is much new content, read only the file's first line, the last report, and events near
+                it.
+            until: the offset in the file at which to stop.
         """
         lines = self._new_ends() if ends_only else self._whole(self._read(until))
         for line in lines:
@@ -98,7 +100,7 @@ class Tail:
                 yield cast("Facts", found)
 
     def _read(self, until: int | None = None, *, most: int | None = None) -> bytes:
-        """Return the new bytes; of more than ``most``, the first ones of the file and the last ones, as whole lines."""
+        """Return the new bytes; if there are more than ``most``, the first and the last ones, as complete lines."""
         try:
             size = os.stat(self.path).st_size if until is None else until
             if size == self._offset:
@@ -125,7 +127,7 @@ class Tail:
         return data[:end].splitlines()
 
     def _new_ends(self) -> list[bytes]:
-        """Return the new events and the last new report, as far as they stand in a few kilobytes."""
+        """Return the new events and the last new report, if they are in the last few kilobytes."""
         found: list[bytes] = []
         report: bytes | None = None
         for line in self._whole(self._read(most=_END_BYTES)):
@@ -137,7 +139,7 @@ class Tail:
 
     @property
     def offset(self) -> int:
-        """How many bytes of the file have been read, or passed over."""
+        """The number of bytes read or skipped in the file."""
         return self._offset
 
 
@@ -200,23 +202,23 @@ class Rank:
 @final
 @dataclass
 class Reported:
-    """An event, and all ranks that have reported it alike."""
+    """An event, and all ranks that have reported the same."""
 
     event: Event
     ranks: dict[int, None] = field(default_factory=dict[int, None])
 
     @property
     def time(self) -> float:
-        """When the first of the ranks whose file was read reported it."""
+        """The time at which the first rank reported it, among the files read."""
         return self.event.get("time", 0.0)
 
 
 @final
 class RunFiles:
-    """A run as described by its files; :meth:`refresh` reads what is new.
+    """A run as described by its files; :meth:`refresh` reads new content.
 
     Args:
-        may_come: a folder that isn't there yet is one of no files.
+        may_come: a missing folder counts as an empty one.
 
     Raises:
         SettingError: ``folder`` isn't a folder.
@@ -241,12 +243,12 @@ class RunFiles:
 
     @property
     def is_large(self) -> bool:
-        """Whether there are too many ranks to read all of their files whole, and to list them."""
+        """Whether there are too many ranks to read all files completely and to list them."""
         return len(self.ranks) > MAX_WHOLE
 
     @property
     def sample(self) -> set[int]:
-        """The ranks whose files are read whole, whatever they report: all, or of a large run some spread evenly."""
+        """The ranks whose files are always read completely: all ranks, or in a large run evenly spaced ones."""
         if not self.is_large:
             return set(self.ranks)
         stride = 1 << (len(self.ranks) // _NUM_SAMPLED).bit_length() - 1  # of more ranks it only leaves some out
@@ -255,7 +257,7 @@ class RunFiles:
     def refresh(self) -> bool:
         """Read new content of the files, and return whether there was any.
 
-        Of a large run: those of the followed ranks, of one in sixteen others, and of all that seem silent.
+        In a large run, it reads the files of the followed ranks, of one in sixteen others, and of all that seem silent.
         """
         before, paths, stale = self.version, self._rank_files(), time.time() - _STALE_SECONDS
         for number in paths.values():
@@ -280,21 +282,21 @@ class RunFiles:
         return self.version != before
 
     def choose(self, numbers: Iterable[int]) -> None:
-        """Follow these ranks too from now on, as long as there is room."""
+        """Also follow these ranks from now on, while there is room."""
         new = set(numbers) - self._chosen
         if new and len(self._chosen) < _MAX_CHOSEN:
             self._chosen.update(sorted(new)[: _MAX_CHOSEN - len(self._chosen)])
             self.refresh()
 
     def _rank_files(self) -> dict[str, int]:
-        """Return the ranks' files of the run's folder, of the folder of its logs, or of this very folder."""
+        """Return the ranks' files in the run's folder, in the folder of its logs, or in this folder itself."""
         for folders in ([self.folder / FOLDER], sorted(self.folder.glob(f"*/{FOLDER}")), [self.folder]):
             if found := {path: number for folder in folders for path, number in _rank_files_in(folder)}:
                 return dict(sorted(found.items(), key=lambda each: each[1]))
         return {}
 
     def _set_followed(self, rank: Rank, tail: Tail, is_followed: bool) -> None:
-        """Begin to keep the curves of a rank, with what was passed over of its file; or forget them."""
+        """Start to keep the curves of a rank, including skipped parts of its file; or drop them."""
         rank.is_followed = is_followed
         rank.curves.clear()
         rank.times, rank.epochs = Curve(), Curve()
@@ -313,7 +315,7 @@ class RunFiles:
                 self._note(event)
 
     def _note(self, event: Event) -> None:
-        """Keep an event, as one with those of other ranks that are alike."""
+        """Keep an event, merged with equal events of other ranks."""
         kind = event["event"]
         key: tuple[object, ...] = (self.version,)
         if kind in SAME_ON_ALL_RANKS:
@@ -328,7 +330,7 @@ class RunFiles:
         return sorted(self._events.values(), key=lambda each: each.time)[-_MAX_EVENTS:]
 
     def _take_logged(self, line: Facts) -> bool:
-        """Process a line that the script logged: its configuration, or numbers of a step; return whether it is one."""
+        """Process a line that the script logged (configuration, or a step's numbers); return whether it is one."""
         if isinstance(config := line.get("config"), dict):
             self.config = cast("Facts", config)
             return True
@@ -343,12 +345,12 @@ class RunFiles:
 
     @property
     def main(self) -> Rank | None:
-        """The rank with the smallest number, whose loss and rates are those of all ranks."""
+        """The rank with the smallest number; its loss and rates are those of all ranks."""
         return self.ranks[min(self.ranks)] if self.ranks else None
 
 
 def _rank_files_in(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yield the path and the number of each rank's file in ``folder``, which needn't be there."""
+    """Yield the path and the number of each rank's file in ``folder``, which need not exist."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -360,5 +362,5 @@ def _rank_files_in(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value`` where JSON can hold it, else None."""
+    """Return ``value`` if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None

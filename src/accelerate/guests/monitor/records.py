@@ -1,7 +1,7 @@
 """The record of a run by one rank: a small file of JSON lines, written by a thread.
 
-One file a rank, ``{logging_dir}/monitor/rank_{n}.jsonl``; only its rank writes to it, and ``accelerate monitor``
-reads them all. A restarted run adds to the files of the first one.
+Each rank writes its own file ``{logging_dir}/monitor/rank_{n}.jsonl``, and ``accelerate monitor`` reads them all. A
+restarted run appends to the files of the first one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _JOIN_SECONDS: Final = 2.0
 
 @final
 class RankRecord:
-    """The record file of one rank, which gets numbers at most once in ``seconds_between``, and all events.
+    """The record file of one rank, with numbers at most every ``seconds_between`` seconds, and all events.
 
     Args:
-        folder: that of the files of all ranks; None writes nothing.
-        seconds_between: reports that come sooner after the last one are left out of the file.
-        utilization: gives how busy the device is; the writer thread asks it for each line of numbers.
+        folder: the folder of all ranks' files; None writes no file.
+        seconds_between: the minimum time between two reports in the file; earlier ones are omitted.
+        utilization: returns the utilization of the device; the writer thread calls it for each line of numbers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RankRecord:
         self._listener: _Listener | None = None
 
     def start(self, **facts: object) -> None:
-        """Start the writer thread, write that a process has begun, and record warnings from now on."""
+        """Start the writer thread, write that a process has started, and record warnings from now on."""
         if self.path is None or self._thread is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class RankRecord:
         self._put({"event": kind, **facts})
 
     def finish(self, kind: str = "end", **facts: object) -> None:
-        """Write a last event, and close the file."""
+        """Write a final event, and close the file."""
         thread = self._thread
         if thread is None or self._pid != os.getpid():  # a forked worker has this object, but not its thread
             return
@@ -142,7 +142,7 @@ class RankRecord:
 
 
 def shown_command(argv: Sequence[str]) -> str:
-    """Return the command line as people type it, without what looks like a password or a key."""
+    """Return the command line as typed, without arguments that look like passwords or keys."""
     shown: list[str] = []
     for word in argv:
         name, sign, _ = word.partition("=")
@@ -157,7 +157,7 @@ def shown_command(argv: Sequence[str]) -> str:
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether the file's last line isn't whole: its process died while it was written."""
+    """Return whether the file's last line is incomplete because its process died during the write."""
     try:
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
@@ -167,7 +167,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def _unfinished(path: Path) -> str | None:
-    """Return a note on the file's previous process if it hasn't recorded its end; else None."""
+    """Return a note about the file's previous process if it hasn't recorded its end; else None."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
@@ -183,7 +183,7 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _tell_launcher(path: Path) -> None:
-    """Tell the launcher, if any, the file of this process, to record an end that the process can't."""
+    """Tell the launcher, if any, this process's file, so that it can record an end that the process can't."""
     folder = read(RECORDS_VARIABLE)
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class _Listener(logging.Handler):
 
 
 def _end(reference: weakref.ref[RankRecord]) -> None:
-    """Finish the record at the interpreter's exit, with the final error if any, unless finished before."""
+    """Finish the record at the interpreter's exit, with the final error if any, unless it is already finished."""
     record = reference()
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""The page of a run as one text: its style and its scripts are put into it, and of a still one its data."""
+"""The page of a run as one HTML text, with its style and scripts, and for a static page its data."""
 
 from __future__ import annotations
 

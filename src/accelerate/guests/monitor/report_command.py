@@ -1,4 +1,4 @@
-"""``accelerate report RUN``: where the hours of a run went, over all its starts."""
+"""``accelerate report RUN``: how the time of a run was spent, over all its starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report_command(args: argparse.Namespace) -> int:
     """Print the table and return 0.
 
     Raises:
-        SettingError: there is no such folder, or it has no ledger.
+        SettingError: the folder doesn't exist, or has no ledger.
     """
     from .hours import hours
 
@@ -55,7 +55,7 @@ def report_command(args: argparse.Namespace) -> int:
 
 
 def table(found: Hours) -> str:
-    """Return the hours as lines for people; what took no time is left out."""
+    """Return the hours as readable lines, without kinds that took no time."""
     from ...watching import format_duration
     from .hours import KINDS, LOST
 

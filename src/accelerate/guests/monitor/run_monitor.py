@@ -1,8 +1,8 @@
-"""The monitor of a run: a report of its numbers every so many updates, and one decision of all ranks to stop.
+"""The monitor of a run: a report every few updates, and one decision of all ranks to stop.
 
-Between reports a step costs a reading of the time and a few additions: nothing is read from the device, and ranks don't
-communicate. At a report each rank reads its losses (one wait for the device) and one small row of numbers is gathered.
-Every rank computes the same verdict from the same rows, so all stop in the same update, or none.
+Between reports, a step reads the clock and adds a few numbers: it reads nothing from the device, and ranks don't
+communicate. At a report, each rank reads its losses (one wait for the device) and one small row of numbers is gathered.
+Every rank computes the same verdict from the same rows, so all ranks stop in the same update, or none does.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RunMonitor(RunWatch):
             self._end_pass(loader)
 
     def _add(self, loss: torch.Tensor, is_update: bool) -> None:
-        """Add the loss of a micro-batch; that of an update is the mean over its micro-batches."""
+        """Add the loss of a micro-batch; an update's loss is the mean over its micro-batches."""
         if is_update and not self._num_in_window:
             self._losses.append(loss)
             return
@@ -161,7 +161,7 @@ class RunMonitor(RunWatch):
             self.report()
 
     def _enter(self, loader: Any) -> None:
-        """Note a loader's pass that wasn't in the loop before, and look up the size of its batches once."""
+        """Record a loader's pass when it starts, and look up its batch size once."""
         self._loader, self._pass_began = loader, getattr(loader, "pass_began", None)
         self._ledger.rejoin(self._timer.last_lap, self._pass_began or self._began)
         if loader is None:
@@ -185,17 +185,17 @@ class RunMonitor(RunWatch):
 
     @property
     def epoch(self) -> int | None:
-        """The pass over the training loader that is running (or was last), counted from 0; None without one."""
+        """The running (or last) pass over the training loader, counted from 0; None if there is none."""
         return None if self._loader is None else self._loader.iteration
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop at the next report, because of ``reason``. One rank is enough to ask for it."""
+        """Request that all ranks stop at the next report, because of ``reason``; one rank's request is enough."""
         self._reason = reason
 
     # -- the report ----------------------------------------------------------------------------------------
 
     def report(self) -> StepReport | None:
-        """Return the numbers since the last report; None when there was no update. A collective."""
+        """Return the numbers since the last report; None if there was no update. A collective."""
         losses = torch.stack([loss.float() for loss in self._losses]).tolist() if self._losses else []
         first = self._judge.first_non_finite(losses)
         times = self._timer
@@ -263,12 +263,12 @@ class RunMonitor(RunWatch):
         )
 
     def note_gradient_norm(self, norm: object) -> None:
-        """Keep the norm of the last clipping as it is, on the device, for the next report."""
+        """Keep the norm of the last clipping, on the device, for the next report."""
         if isinstance(norm, torch.Tensor):
             self._gradient_norm = norm.detach()
 
     def _read_gradient_norm(self) -> float | None:
-        """Return the last norm; the device was waited for already, by the losses."""
+        """Return the last norm; reading the losses has already waited for the device."""
         norm, self._gradient_norm = self._gradient_norm, None
         return None if norm is None else float(norm)
 
@@ -300,7 +300,7 @@ class RunMonitor(RunWatch):
     # -- stopping ------------------------------------------------------------------------------------------
 
     def _verdict(self, rows: Sequence[Mapping[str, float]], report: StepReport | None) -> str | None:
-        """Return why every rank stops now, or None; the same on all, because the rows are."""
+        """Return why every rank stops now, or None; the same on all ranks, because the rows are."""
         bad = [rank for rank, row in enumerate(rows) if row["first_non_finite"] >= 0]
         if bad:
             worst = max(bad, key=lambda rank: rows[rank]["longest_non_finite"])
@@ -322,7 +322,7 @@ class RunMonitor(RunWatch):
         return None
 
     def _compare_replicas(self) -> str | None:
-        """Return how replicas differ, at the first report and in the intervals that were asked for. A collective."""
+        """Return how replicas differ, at the first report and at the configured interval; a collective."""
         if self._difference is None or self.updates < self._next_comparison:
             return None
         found, before = self._difference(), self._equal_at
@@ -344,10 +344,10 @@ class RunMonitor(RunWatch):
     # -- calls of the Accelerator --------------------------------------------------------------------------
 
     def before_save(self) -> dict[str, object]:
-        """Return the state for a checkpoint, after a report of the losses so far, so that no diverged run is saved.
+        """Return the state for a checkpoint, after a report of recent losses, so that no diverged run is saved.
 
         Raises:
-            RunStopped: on every rank, when the run is to end.
+            RunStopped: on every rank, if the run has to end.
         """
         self.report()
         return {"updates": self.updates}
@@ -356,7 +356,7 @@ class RunMonitor(RunWatch):
         """Record that a checkpoint was written; its ``seconds`` don't count as step time.
 
         Args:
-            preempted_by: the notice because of which the run ends with it.
+            preempted_by: the notice of preemption that ends the run after this save.
         """
         self._timer.exclude(seconds)
         self._ledger.saved(seconds)
@@ -439,10 +439,10 @@ def watch_and_check(
     on_sdc: str,
     **options: Any,
 ) -> RunMonitor:
-    """Return the watch that a script asks for, and begin the checks that it asks for: see ``Accelerator.watch_run``.
+    """Return the watch of a script, and start its checks; see ``Accelerator.watch_run``.
 
     Raises:
-        SettingError: a check can't be made; or it was asked for, and its guest isn't there.
+        SettingError: a requested check can't be made, or its guest is missing.
     """
     has_checks = "checks" in guests()
     if sdc_check or has_checks:
@@ -461,7 +461,7 @@ def watch_and_check(
 
 
 def saved_watch(loaded: tuple[str, Mapping[str, object]] | None) -> Mapping[str, Any] | None:
-    """Return the state of the watch that a checkpoint holds, given as its folder and details; None without one."""
+    """Return the watch's state in a checkpoint, given by its folder and details; None if there is none."""
     state = None if loaded is None else loaded[1].get("watch")
     if loaded is None or not isinstance(state, Mapping):
         return None
@@ -469,7 +469,7 @@ def saved_watch(loaded: tuple[str, Mapping[str, object]] | None) -> Mapping[str,
 
 
 def _seconds_between(world: World) -> float:
-    """Return how often this rank writes its numbers: the files of all ranks together get at most 640 lines a second."""
+    """Return how often this rank writes its numbers: at most 640 lines per second over all ranks."""
     if world.size <= 64:
         return 0.1
     return 2.0 if world.is_main else max(2.0, world.size / 640)
@@ -479,14 +479,14 @@ _NOT_LOGGED: Final = frozenset({"step", "total_steps", "eta_seconds"})
 
 
 def folder_of(logging_dir: str | PathLike[str] | None) -> Path | None:
-    """Return the folder of the record files of a run's ranks; None for a run without a folder, or with a remote one."""
+    """Return the folder of the ranks' record files; None for a run without a folder, or with a remote one."""
     if logging_dir is None or "://" in str(logging_dir):
         return None
     return Path(logging_dir) / FOLDER
 
 
 def _with_device_peak(flops: Flops, world: World) -> Flops:
-    """Return ``flops`` with the peak of this device, where the author gave none and the table knows it."""
+    """Return ``flops`` with this device's peak, if the user gave none and the table has it."""
     if flops.peak is not None or (flops.per_token, flops.per_sample, flops.per_update) == (None, None, None):
         return flops
     return replace(flops, peak=peak_flops_of(world.kind.device_name(world.device.index or 0)))
@@ -502,7 +502,7 @@ NEVER = LossRules(non_finite=0)
 @final
 @dataclass
 class LossJudge:
-    """The losses of one run so far, judged by some rules. The same input gives the same result on every rank."""
+    """The losses of one run so far, checked by rules. The same input gives the same result on every rank."""
 
     rules: LossRules
     num_non_finite: int = 0
@@ -510,11 +510,11 @@ class LossJudge:
     recent: deque[float] = field(default_factory=deque[float])
 
     def first_non_finite(self, losses: Sequence[float]) -> int | None:
-        """Return the index of the first update whose loss, on this rank, isn't finite."""
+        """Return the index of the first update whose loss on this rank isn't finite."""
         return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
 
     def run_of_non_finite(self, losses: Sequence[float]) -> int:
-        """Return the longest run of updates, the last ones before included, without a finite loss on this rank."""
+        """Return the longest run of updates without a finite loss on this rank, including earlier updates."""
         longest = 0
         for loss in losses:
             self.num_non_finite = 0 if math.isfinite(loss) else self.num_non_finite + 1
@@ -526,7 +526,7 @@ class LossJudge:
         return 0 < self.rules.non_finite <= longest
 
     def judge_spike(self, loss: float) -> float | None:
-        """Return the usual loss if ``loss`` (the mean of all ranks over a report) is one spike too many, else None."""
+        """Return the usual loss if ``loss`` (the mean over ranks and a report) is one spike too many, else None."""
         if self.rules.spike is None or not math.isfinite(loss):
             return None
         usual = statistics.median(self.recent) if len(self.recent) >= NUM_FEWEST_REPORTS else None

@@ -1,4 +1,4 @@
-"""The runs in a folder: the folder itself, or those below it, listed by how they go or ended."""
+"""The runs in a folder: the folder itself, or those below it, listed with their states."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SEARCH_SECONDS: Final = 5.0
 
 @final
 class Runs:
-    """The runs of ``folder``, which may be one itself, or become one, or hold several.
+    """The runs of ``folder``, which may be or become a run itself, or contain several.
 
     Args:
-        may_come: the folder needn't be there yet.
+        may_come: the folder need not exist yet.
 
     Raises:
         SettingError: ``folder`` isn't a folder.
@@ -42,18 +42,18 @@ class Runs:
 
     @property
     def is_one(self) -> bool:
-        """Whether the folder is one run, or may become one: it holds the files of none or of one."""
+        """Whether the folder is one run, or may become one: it has the files of at most one run."""
         self._search()
         return self._num_found <= 1
 
     def find(self, name: str) -> RunFiles | None:
-        """Return the run of this name; the only one has the empty name, and None is there for any other."""
+        """Return the run of this name, or None; a single run has the empty name."""
         if name or not self.is_one:
             return self._runs.get(name)
         return next(iter(self._runs.values()), self.only) if self._lies_deep else self.only
 
     def listed(self, *, now: float | None = None) -> RunList:
-        """Return the runs, read up to now, the newest first."""
+        """Return the runs with their current content, newest first."""
         now = time.time() if now is None else now
         is_one = self.is_one
         runs = [] if is_one else [_summary(name, run, now) for name, run in self._runs.items()]
@@ -76,7 +76,7 @@ def _name(run: Path, root: Path) -> str:
 
 
 def _folders(folder: Path, depth: int) -> Iterator[tuple[float, Path]]:
-    """Yield when rank 0 last wrote, and the folder, of each run in ``folder``; what lies below a run belongs to it."""
+    """Yield the last write time of rank 0 and the folder of each run; folders below a run belong to it."""
     for own in (folder / FOLDER / _FIRST, folder / _FIRST):
         try:
             yield own.stat().st_mtime, folder

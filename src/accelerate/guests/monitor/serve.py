@@ -1,4 +1,4 @@
-"""The page of a run, live: one server on this machine, the standard library only."""
+"""The live page of a run: a server on this machine that needs only the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLICY: Final = (
 
 @final
 class Server(ThreadingHTTPServer):
-    """A server of the page, and of the data of the runs in one folder; ``port`` 0 takes a free one."""
+    """A server of the page and of the data of the runs in one folder; ``port`` 0 takes a free port."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -37,12 +37,12 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def note_asked(self) -> None:
-        """Note that a page asks for data now."""
+        """Record that a page requests data now."""
         self._asked = time.monotonic()
 
     @property
     def seconds_since_asked(self) -> float:
-        """How long ago a page asked for data; infinite before the first one."""
+        """The seconds since a page last requested data; infinite before the first request."""
         return time.monotonic() - self._asked
 
     @property
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{shown}:{self.server_address[1]}/"
 
     def is_addressed_by(self, header: str | None) -> bool:
-        """Return whether the Host header names this server, not a foreign page's name for its address."""
+        """Return whether the Host header names this server, and isn't a foreign name for its address."""
         if self.host not in ("127.0.0.1", "localhost", "::1"):
             return True  # a server that is open to the network has other names
         name = (header or "").rpartition(":")[0] or (header or "")
@@ -111,4 +111,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Ignore requests, which are not worth a line in the terminal."""
+        """Do nothing, because requests aren't worth a line in the terminal."""

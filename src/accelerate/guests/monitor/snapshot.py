@@ -1,4 +1,4 @@
-"""A run as one JSON object, which the page and the terminal draw; long curves are thinned out here."""
+"""A run as one JSON object for the page and the terminal; long curves are thinned out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_NAMED: Final = 8
 
 
 def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
-    """Return everything shown of ``run`` as one JSON object; of a large run, follow the ranks that stand out."""
+    """Return the shown state of ``run`` as one JSON object; in a large run, follow the ranks that stand out."""
     main = run.main
     now = time.time() if now is None else now
     outliers = standing_out(run.ranks.values(), now) if run.is_large else {}
@@ -68,7 +68,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
 
 
 def as_shown(folder: Path) -> str:
-    """Return the folder relative to the current or the home directory, where it is below one of them."""
+    """Return the folder relative to the current or the home directory if it is below one of them."""
     for start, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
         if folder.is_relative_to(start) and folder != start:
             return f"{sign}{folder.relative_to(start).as_posix()}"
@@ -76,9 +76,9 @@ def as_shown(folder: Path) -> str:
 
 
 def why_ended(run: RunFiles) -> str:
-    """Return how the run ended, in a few words; an empty text of one that goes on.
+    """Return in a few words how the run ended; empty if it still runs.
 
-    Of several ranks' endings the first of the worst kind counts: the others often follow from it.
+    If several ranks ended, the first end of the worst kind counts, because it often caused the others.
     """
     endings = {rank.ending for rank in run.ranks.values()}
     kind = next((kind for kind in ("error", "killed", "stop", "preempted", "end") if kind in endings), None)
@@ -117,7 +117,7 @@ def _settings(run: RunFiles) -> Facts:
 
 
 def _flat(config: Mapping[str, object], prefix: str) -> Facts:
-    """Return nested settings as one level, under names with dots."""
+    """Return nested settings as one level, with dotted names."""
     found: Facts = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -144,12 +144,12 @@ def _rank(rank: Rank, now: float, why: str) -> RankState:
 
 
 def json_value(value: object) -> object:
-    """Return ``value``, or its text for NaN and infinities, which JSON lacks."""
+    """Return ``value``; for NaN and infinities, which JSON lacks, its text."""
     return value if not isinstance(value, float) or finite(value) is not None else str(value)
 
 
 def events(run: RunFiles) -> list[ShownEvent]:
-    """Return the events, newest last; those that all ranks report alike once, repeated notes as their newest."""
+    """Return the events, newest last; equal events of all ranks once, and only the newest of repeated notes."""
     shown: list[ShownEvent] = []
     repeated: dict[tuple[str, str, int], int] = {}
     sample = run.sample
@@ -170,7 +170,7 @@ def events(run: RunFiles) -> list[ShownEvent]:
 
 
 def thinned(curve: Curve) -> Points | ThinnedPoints:
-    """Return ``steps`` and ``values``; for a long curve the means of neighbours, with their minimum and maximum."""
+    """Return ``steps`` and ``values``; for a long curve, the means of neighbours with their minimum and maximum."""
     size = -(-len(curve.steps) // MAX_POINTS)
     bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if finite(value) is None]
     if size <= 1:
@@ -190,7 +190,7 @@ def thinned(curve: Curve) -> Points | ThinnedPoints:
 
 
 def over_ranks(run: RunFiles, name: str) -> Lines:
-    """Return a curve for each followed rank; for many of them the minimum, median and maximum at each step."""
+    """Return a curve for each followed rank; for many of them, the minimum, median and maximum at each step."""
     curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
     if len(curves) <= MAX_LINES:
         return {"lines": {f"rank {n}": thinned(curve) for n, curve in curves.items()}}

@@ -1,4 +1,4 @@
-"""The terminal view of a run: a few lines of numbers, the loss as a curve of dots, the ranks and the last events."""
+"""The terminal view of a run: numbers, the loss as a curve of dots, the ranks and the last events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FRESH_SECONDS: Final = 5.0
 
 
 def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
-    """Draw the run on the terminal every ``seconds``, until it is over or the user leaves."""
+    """Draw the run on the terminal every ``seconds`` seconds, until it ends or the user leaves."""
     output.write("\033[?1049h\033[?25l")  # a screen of its own, without a cursor
     try:
         while True:
@@ -57,7 +57,7 @@ def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
 
 
 def colored(lines: Sequence[str]) -> list[str]:
-    """Return the lines with the run's state and the signs of its events in color, unless ``NO_COLOR`` is set."""
+    """Return the lines with colors for the run's state and its events, unless ``NO_COLOR`` is set."""
     if env.read("NO_COLOR"):
         return list(lines)
     return [_COLORED.sub(lambda found: f"\033[{_COLORS[found[0]]}m{found[0]}\033[0m", line) for line in lines]
@@ -101,7 +101,7 @@ def _fitting(line: str, width: int) -> str:
 
 
 def _filled(parts: Sequence[str], width: int) -> list[str]:
-    """Join the parts into as few lines as fit ``width``, without cutting a part."""
+    """Join the parts into as few lines of ``width`` as possible, without splitting a part."""
     lines = [parts[0]] if parts else []
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= width:
@@ -151,7 +151,7 @@ def _number(value: object) -> str:
 
 
 def plot(steps: Sequence[int], values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Plot the values over the steps in braille dots, with the numbers at the axes."""
+    """Plot the values over the steps in braille dots, with numbers at the axes."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     if not points:
         return ["loss: no finite number yet"]
@@ -178,7 +178,7 @@ def plot(steps: Sequence[int], values: Sequence[float | None], width: int, heigh
 
 
 def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int]]:
-    """Return the cells, by row and column, of the line through the points, given as dot column -> dot row."""
+    """Return the cells by row and column of the line through the points, given as dot column -> dot row."""
     cells = [[0] * columns for _ in range(height)]
     known = list(rows_of.items())
     for (x, y), (next_x, next_y) in zip(known, [*known[1:], known[-1]], strict=True):
@@ -218,7 +218,7 @@ def _ranks(content: Document) -> list[str]:
 
 
 def _spread(content: Document) -> list[str]:
-    """Return what all ranks of a large run have in common, and how their numbers are spread."""
+    """Return values that all ranks of a large run share, and the spread of their numbers."""
     states = ", ".join(f"{count:,} {state}" for state, count in content["states"].items())
     lines = [f"{content['num_ranks']:,} ranks: {states}", f"{'':>10}  smallest  middle     90 %     99 %  largest"]
     for name, shown in content["spread"].items():

@@ -1,7 +1,7 @@
-"""The speed of a run, and how much of its time is spent waiting for data: a timer, and the numbers made of it.
+"""The speed of a run, and the fraction of its time spent waiting for data: a timer and its metrics.
 
-The timer reads only the time of the host. It never waits for the device, so for single steps it measures when they were
-queued; over the updates of a report, whose loss is read at the end, it is the time that they took.
+The timer reads only the host's clock and never waits for the device. So for single steps it measures when they were
+queued. Over a report, which reads the loss at its end, it measures the duration of the updates.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PEAK_FLOPS: Final[tuple[tuple[str, float], ...]] = (
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """Return the peak operations per second of the named device in half precision; None when it isn't in the table."""
+    """Return the peak half-precision operations per second of the named device; None if the table lacks it."""
     return next((peak for part, peak in PEAK_FLOPS if part.lower() in device_name.lower()), None)
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory used by this process; 0 if the system doesn't tell."""
+    """Return the bytes of memory used by this process; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         import resource
 
@@ -57,10 +57,10 @@ def host_memory_bytes() -> int:
 @final
 @dataclass
 class StepTimer:
-    """A timer of the updates since the last report, split into waiting for data and the rest.
+    """A timer of the updates since the last report, divided into waiting for data and other time.
 
-    Time between passes over the data (evaluation, the next epoch's start) and time given to :meth:`exclude` count as
-    neither. All numbers are of this rank.
+    Time between passes over the data (evaluation, the next epoch's start) and time passed to :meth:`exclude` don't
+    count. All numbers are this rank's.
     """
 
     seconds: float = 0.0
@@ -73,12 +73,12 @@ class StepTimer:
     _waited: float = field(default=0.0, repr=False)
 
     def lap(self, samples: float, is_update: bool, waited: float | None, ends_pass: bool) -> bool:
-        """Count a micro-batch; return whether its time is known, and so counted.
+        """Count a micro-batch; return whether its duration is known and counted.
 
         Args:
-            samples: in it.
+            samples: the number of samples in it.
             is_update: whether it completed an update.
-            waited: seconds that the running pass over the data has waited so far; None if unknown.
+            waited: the seconds that the running pass has waited for data so far; None if unknown.
             ends_pass: whether it was the last one of the pass.
         """
         now = perf_counter()
@@ -100,13 +100,13 @@ class StepTimer:
 
     @property
     def last_lap(self) -> float | None:
-        """When the last micro-batch of the running pass ended; None before the first one."""
+        """The time at which the last micro-batch of the running pass ended; None before the first one."""
         return self._since
 
     def exclude(self, seconds: float) -> None:
-        """Leave ``seconds`` of the running micro-batch, spent on something else (saving), out of its time."""
+        """Exclude ``seconds`` of the running micro-batch, which were spent on other work such as saving."""
         self._excluded += seconds
 
     def reset(self) -> None:
-        """Set all sums to zero, for the next report."""
+        """Set all sums to zero for the next report."""
         self.seconds, self.wait_seconds, self.updates, self.samples = 0.0, None, 0, 0.0

@@ -1,8 +1,8 @@
-"""Utilization of a rank's device: the fraction of time it computed since the last look, if known.
+"""Utilization of a rank's device: the fraction of time it computed since the last reading, if known.
 
-For the CPU that is this process's CPU time, as a fraction of what its threads could have had; for a GPU what its driver
-says, which torch asks where the driver's Python package is installed (`nvidia-ml-py`, `amdsmi`). The thread that writes
-a rank's record does so, never the training loop.
+For the CPU, it is this process's CPU time as a fraction of its threads' maximum. For a GPU, torch asks the driver,
+which needs the driver's Python package (`nvidia-ml-py`, `amdsmi`). Only the thread that writes a rank's record reads
+it, never the training loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEWEST_SECONDS: Final = 0.05
 
 @final
 class DeviceMeter:
-    """A meter of one device; make it in the training thread, for its number of threads."""
+    """A meter of one device; create it in the training thread, whose number of threads it uses."""
 
     def __init__(self, kind: DeviceKind, device: torch.device) -> None:
         self._kind, self._device = kind, device
@@ -30,7 +30,7 @@ class DeviceMeter:
         self._is_known = kind is CPU or bool(kind.busy)
 
     def read(self) -> float | None:
-        """Return the fraction, 0 to 1; None where it isn't known, or the last look was just now."""
+        """Return the fraction, 0 to 1; None if it is unknown, or the last reading was just now."""
         if not self._is_known:
             return None
         return self._read_cpu() if self._kind is CPU else self._read_driver()

@@ -1,4 +1,4 @@
-"""Events in a few words."""
+"""Descriptions of events in a few words."""
 
 from __future__ import annotations
 
