@@ -78,7 +78,7 @@ _NOT_GIVEN: Any = object()
 #: The context inside that of ``accumulate`` if all gradients are reduced; it has no state, so one is enough.
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
-# The arguments of `prepare`, by position.
+# The types of `prepare`'s arguments, by position.
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
 T3 = TypeVar("T3")
@@ -842,7 +842,7 @@ class Accelerator(ReplaceableSteps):
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
         inner = uncompiled(model)
-        if inner is not model and self._prepared_models.get(id(inner)) is inner:  # compiled after it was prepared
+        if inner is not model and self._prepared_models.get(id(inner)) is inner:  # compiled after `prepare`
             self._prepared_models[id(model)] = model
             return model
         self._adopt(model)

@@ -48,7 +48,7 @@ TORCHAO_FLOOR: Final = "0.6.1"
 @functools.cache
 def installed_version(module: str) -> str | None:
     """Return the version of the package that provides ``module``; None if it isn't installed."""
-    # Imported here, because it takes time that most programs don't need to spend.
+    # Imported here, because it is slow and most programs don't need it.
     from importlib import metadata
 
     try:

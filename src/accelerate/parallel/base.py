@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
-#: (output of the model, targets) -> the loss.
+#: (output of the model, targets) -> loss.
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
@@ -56,7 +56,7 @@ class StrategyOptions:
 
     plugins: Plugins = field(default_factory=Plugins)
     ddp_handler: DistributedDataParallelKwargs | None = None
-    mesh: Mesh | None = None  # without one, all ranks are replicas
+    mesh: Mesh | None = None  # None: all ranks are replicas
     gradient_state: GradientState | None = None
     loaders: DataLoaderConfiguration | None = None
 

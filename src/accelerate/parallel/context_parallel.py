@@ -85,7 +85,7 @@ def _torch_context_parallel(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     set_ring_rotation(config.cp_handler.cp_comm_strategy)
-    # Torch shards these kernels. With the plain one, each rank would silently see its own part of the sequence only.
+    # Torch shards these kernels. With the plain one, each rank would silently see only its part of the sequence.
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     with (
         sdpa_kernel(kernels),
@@ -133,7 +133,7 @@ class ShardedAttention:
         return self._function(*args, **kwargs)
 
 
-@lru_cache(maxsize=16)  # the same object in every block: compiled code is kept
+@lru_cache(maxsize=16)  # return the same object in every block, so that compiled code is reused
 def _attention_over(mesh: Mesh, kind: str) -> ShardedAttention:
     axis = "sp" if kind == "sp" else "cp"
     ring = Ring(mesh.group(axis), mesh.place(axis), mesh.size(axis))
@@ -327,8 +327,8 @@ def _rows_of(ring: Ring, step: int, is_causal: bool, length: int) -> tuple[slice
     everything = slice(0, length)
     if step == 0 or not is_causal:
         return everything, everything, is_causal
-    # The front chunk of an earlier rank is before all queries, its back chunk behind; both chunks of a later rank are
-    # between the two of the queries.
+    # The front chunk of an earlier rank precedes all queries, and its back chunk follows them. Both chunks of a later
+    # rank are between the two chunks of the queries.
     came_from_before = step <= ring.rank
     return (
         (everything, slice(0, length // 2), False)
@@ -405,7 +405,7 @@ class _RingAttention(Function):
             if work is not None:
                 work.wait()
             block = following
-            of_block, sent = ring.send_recv(of_block)  # once per rank: the gradient ends where its block started
+            of_block, sent = ring.send_recv(of_block)  # once per rank, so that a gradient returns to its block's rank
             sent.wait()
         of_key, of_value = of_block.split([width, value.shape[-1]], -1)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None

@@ -98,7 +98,7 @@ class ShardedGradients(HeldGradients[dict[str, EncodedGradient]]):
 
     def read(self, model: torch.nn.Module) -> dict[str, dict[str, EncodedGradient]]:
         """Return both kinds of gradients of ``model``."""
-        whole = unsharded_gradients(self._modules_of(model))  # every unit is sharded now
+        whole = unsharded_gradients(self._modules_of(model))  # this reshards every unit
         found = list(self.named_parameters(model))
         names = {id(parameter): name for name, parameter in reversed(found)}
         unsharded = {names[id(parameter)]: encode_gradient(gradient) for parameter, gradient in whole}
@@ -178,7 +178,7 @@ def decode_gradient(value: EncodedGradient, parameter: torch.Tensor, name: str) 
 
 
 def _laid_out(value: EncodedGradient, parameter: torch.Tensor) -> torch.Tensor | None:
-    target: Any = parameter  # a DTensor, if it is a piece
+    target: Any = parameter  # a DTensor if it is sharded
     is_piece = getattr(parameter, "to_local", None) is not None
     if isinstance(value, torch.Tensor):
         if is_piece or value.shape != parameter.shape:

@@ -142,7 +142,7 @@ def _data_ranks(model: torch.nn.Module, rank: int) -> tuple[Ranks, Ranks, frozen
     found = meshes_of_shards(model)
     if not found:
         return (rank,), (rank,), frozenset((rank,))
-    mesh, shards, replicas = max(found, key=lambda entry: entry[0].size())  # experts have a smaller one of their own
+    mesh, shards, replicas = max(found, key=lambda entry: entry[0].size())  # experts may have a smaller mesh
     own = [(rank,) if axis is None else _ranks_along(mesh, axis) for axis in (shards, replicas)]
     return own[0], own[1], frozenset(mesh.mesh.flatten().tolist())
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .matrix_exchange import Matrix, MatrixExchange, Shard, gather, scatter
 
-#: The attribute of an optimizer, and the key of a parameter group, that say whether matrices have to be whole.
+#: The attribute of an optimizer, and the key of a parameter group, that say whether it needs whole matrices.
 DECLARATION: Final = "needs_whole_matrices"
 
 
@@ -260,7 +260,7 @@ def _with_known_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
     if closure is None:
         return args, kwargs
-    with torch.enable_grad():  # before gradients are brought together: it computes them
+    with torch.enable_grad():  # before gradients are gathered, because the closure computes them
         loss = closure()
     if len(args) > 1:
         return (args[0], lambda: loss, *args[2:]), kwargs

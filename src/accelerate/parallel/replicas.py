@@ -49,7 +49,7 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            unit.reshard()  # else it shows unsharded parameters after a forward
+            unit.reshard()  # otherwise it has unsharded parameters after a forward
     _make_replicas_equal(model, mesh)
     reduced = sharded_parameters(model)
     managed, own = set(map(id, reduced)), set(mesh.ranks(*TOKEN_AXES))
@@ -86,7 +86,7 @@ def backward_on_all(replicas: Sequence[ReplicaGradients], backward: Callable[[],
     finally:
         for one in alone:
             one.is_deferred = False
-    for one in alone:  # in one order on all ranks; the order in which passes reach them differs
+    for one in alone:  # in the same order on all ranks, because passes reach them in different orders
         one.finish()
 
 
@@ -105,7 +105,7 @@ def _remove_hook(parameter: torch.Tensor) -> None:
 def _add_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call ``hook`` after gradients of ``parameter`` are accumulated, also if it is frozen now and trained later."""
     is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch takes no hook on a frozen one
+    parameter.requires_grad_(True)  # torch doesn't allow a hook on a frozen parameter
     _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(is_trained)
 
@@ -256,13 +256,13 @@ class ReplicaGradients:
         self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._is_checked = not mesh.active("tp")
         self._backward = -1
-        self.is_reached: bool = False  # by a backward pass, since it was set so
+        self.is_reached: bool = False  # whether a backward pass has reached it since it was set to False
         self.is_deferred: bool = False  # the caller of the pass enters the collectives after it
         for parameter in named.values():
             _add_hook(parameter, self._note)
         self._handle = _handles[next(iter(named.values()))]
-        # A rank whose pass uses none of the replicas has to enter their collectives too. fully_shard calls these hooks
-        # itself once a gradient is reduced, for some units only after the backward pass.
+        # A rank whose pass uses none of the replicas must enter their collectives too. fully_shard itself calls these
+        # hooks once a gradient is reduced, for some units only after the backward pass.
         self._reduced = [parameter for parameter in reduced if parameter.is_floating_point()]
         for parameter in self._reduced:
             _add_hook(parameter, self._queue)
@@ -317,7 +317,7 @@ class ReplicaGradients:
         self.is_reached = True
         if not self.is_deferred and self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
-            # In two steps, so that on all ranks they come after those of fully_shard at the end of the pass, whichever
+            # In two steps, so that on all ranks they run after fully_shard's own at the end of the pass, whichever
             # parameter was first.
             call_after_backward(lambda: call_after_backward(self.finish))
 

@@ -38,7 +38,7 @@ class ShardedStrategy(Strategy, ABC):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         self._replicas: list[ReplicaGradients] = []  # replicated parameters beside shards
-        self._units: WeakSet[FSDPModule] = WeakSet()  # the outer ones of all models
+        self._units: WeakSet[FSDPModule] = WeakSet()  # the outermost ones of all models
 
     def release(self) -> None:
         """Drop all references to the models."""
@@ -58,7 +58,7 @@ class ShardedStrategy(Strategy, ABC):
         if not loss.requires_grad and any(map(_is_trained, waiting)):
             self._require_all()  # then torch raises on all ranks
         if scaler is not None and self._replicas and not loss.requires_grad:
-            scaler.scale(loss)  # makes the scale, without which the scaler doesn't step
+            scaler.scale(loss)  # creates the scale, without which the scaler can't step
         backward = super().backward
         backward_on_all(
             self._replicas, lambda: backward(loss, scaler, num_steps, **kwargs), reaches_any=loss.requires_grad

@@ -43,7 +43,7 @@ _FOR_ANOTHER: Final = ", computed twice for the rank before, differs"
 _UPDATE: Final = " after the update isn't what the update gives when computed again"
 _MEMORY: Final = " changed between two updates, by no operation"
 
-#: The ``step`` of the optimizers that update each parameter by itself, and nothing else: no other one is called again.
+#: The ``step`` methods that update each parameter separately, without other effects; only these are called again.
 _REPEATABLE_STEPS: Final = {
     inspect.unwrap(vars(torch.optim)[name].step)
     for name in (
@@ -157,8 +157,8 @@ class _UpdateCheck:
         self._count = 0
         self._is_armed = False
         self._findings: list[_Finding] = []
-        self._proven: set[str] = set()  # compared, and found the same
-        self._said: set[str] = set()  # can't be compared: said once
+        self._proven: set[str] = set()  # names of tensors that were equal in a comparison
+        self._said: set[str] = set()  # names that can't be compared and were logged
         self._expected = Checksums()
         self._written: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # tensor, version, checksum
 
@@ -206,7 +206,7 @@ class _UpdateCheck:
         is_next = (self._count + 1) % self._every == 0
         if not self._is_armed and not is_next:
             return
-        # Also before an update that is checked: a shard that changes within it makes the passes of all ranks differ.
+        # Also before a checked update: a shard that changes during it makes the passes of all ranks differ.
         written = {each: tensor for name, p, _ in self._named(optimizer) for each, tensor in _held(name, p, optimizer)}
         sums = {name: checksum(tensor) for name, tensor in written.items()}
         self._written = {name: (tensor, num_changes(tensor), sums[name]) for name, tensor in written.items()}
@@ -253,7 +253,7 @@ class _UpdateCheck:
             self._say(f"the passes of {type(recorder.model).__name__} ({recorder.obstacle})")
         forwards = recorder.forwards if self._is_agreed(recorder, len(recorder.forwards)) else []
         again = self._replay(recorder, forwards)
-        if self._count == 1:  # the first time: what a rank can't repeat even twice isn't compared
+        if self._count == 1:  # at the first check, exclude results that this rank can't reproduce
             is_agreed = self._is_agreed(recorder, int(bool(again)))
             self._leave_out(again, self._replay(recorder, forwards if is_agreed else []))
         own = recorder.recorded()
@@ -276,7 +276,7 @@ class _UpdateCheck:
         try:
             there = [_on(self._world.device, forward) for forward in forwards] if of else forwards
             return recorder.replay(there)
-        except Exception as error:  # a foreign model's: no run fails for that
+        except Exception as error:  # raised by the model; it must not end the run
             self._say(f"the passes of {of or type(recorder.model).__name__} can't be computed again ({error!r})")
             return Checksums()
 
@@ -320,7 +320,7 @@ class _UpdateCheck:
         def send() -> None:
             try:
                 dist.send_object_list([value], to, world.group, world.device)
-            except Exception as error:  # of the user's objects, which can't be pickled: nothing was sent
+            except Exception as error:  # a user's object can't be pickled, so nothing was sent
                 if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):  # of the connection
                     raise
                 self._say(f"what the model was given can't be sent to another rank ({error!r})")
@@ -339,7 +339,7 @@ class _UpdateCheck:
         """Return the checksums of the values that the step will write, computed on copies per parameter."""
         if needs_whole_matrices(optimizer):
             return Checksums()
-        if not self._can_repeat_step:  # it may step another optimizer, or know all parameters together
+        if not self._can_repeat_step:  # `step` may step another optimizer, or use all parameters together
             self._say(f"the update of {type(optimizer).__name__}, which isn't one of torch.optim's by one parameter")
             return Checksums()
         found, streams = Checksums(), capture_rng_states()
@@ -425,14 +425,14 @@ def _verdict(found: Sequence[_Finding]) -> str:
     """Format the faulty ranks, and the first tensor with a proven error."""
     alone = [each for each in found if len(each.ranks) == 1]
     local = [each for each in alone if each.what.endswith((_MEMORY, _UPDATE))]
-    if local:  # what no collective has a part in; of a shard that changed, all ranks compute something else
+    if local:  # results without collectives; if a shard changed, the passes of all ranks differ
         chosen, is_sure = local, True
         ranks = sorted({each.ranks[0] for each in local})
-    elif alone:  # what came first is the cause: gathered weights, shared statistics bring it to other ranks
+    elif alone:  # the first one is the cause: gathered weights and shared statistics spread it to other ranks
         first = min(each.place for each in alone)
         ranks = sorted({each.ranks[0] for each in alone if each.place == first})
         chosen, is_sure = [each for each in alone if each.ranks[0] in ranks], len(ranks) == 1
-    else:  # pairs of neighbours, of which one is wrong: the rank that is in all of them, if there is one
+    else:  # pairs of neighbours, one of which is wrong: the rank that is in all pairs, if there is one
         pairs = [set(each.ranks) for each in found]
         ranks = sorted(set.intersection(*pairs) or set.union(*pairs))
         chosen, is_sure = found, len(ranks) == 1
@@ -464,7 +464,7 @@ def _twin(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict
             for key, value in optimizer.state[parameter].items()
         }
     set_step_hooks(twin, {}, {})
-    type(twin).step(twin)  # a schedule may have put a function of the first one in the place of its method
+    type(twin).step(twin)  # a scheduler may have replaced the instance's method by one of the original
     return twin
 
 

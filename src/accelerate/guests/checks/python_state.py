@@ -25,7 +25,7 @@ from torch import nn
 from ...torch_private.modules import gradient_hooks, num_changes
 from .replica_check import has_bits
 
-#: Packages whose objects keep no state of a model, or are put back elsewhere.
+#: Packages whose objects have no state of a model, or are restored elsewhere.
 _NO_STATE: Final = {"accelerate", "asyncio", "concurrent", "logging", "multiprocessing", "threading", "torch"}
 _LEAVES: Final = (type(None), bool, int, float, complex, str, bytes, range, slice, ModuleType, random.SystemRandom)
 _MISSING: Final = object()
@@ -128,7 +128,7 @@ _CLASS: Final = _Kind(_read_class, _write_class)
 _SLOTS: Final = _Kind(_read_slots, _write_slots)
 _HOOKS: Final = _Kind(_read_hooks, _write_hooks)
 _TENSOR: Final = _Kind(lambda value: value.detach().clone(), _write_tensor)
-#: By the name of a type of NumPy's.
+#: Type name of a NumPy generator -> how its state is read and written.
 _OF_NUMPY: Final = {
     "ndarray": _Kind(lambda value: value.copy(), lambda value, new: value.__setitem__(..., new)),
     "Generator": _Kind(
@@ -139,7 +139,7 @@ _OF_NUMPY: Final = {
         lambda value: _as_json(value.get_state(legacy=False)), lambda value, new: value.set_state(json.loads(new))
     ),
 }
-#: What isn't written in Python, and can be pickled.
+#: Types that aren't written in Python and can be pickled.
 _BY_STATE: Final = _Kind(lambda value: value.__getstate__(), lambda value, content: value.__setstate__(content))
 
 
@@ -239,7 +239,7 @@ class PythonState:
         self._held[id(own)] = own, _DICT, content
         for table in self._hold(module, _HOOKS):
             self._wait(where, [("", hook) for hook in table.values()])
-        # FSDP exchanges parameters between forward and backward; a pass that is computed again gets its own buffers.
+        # FSDP swaps parameters between forward and backward; a recomputed pass gets its own buffers.
         left_out = ("_parameters", "_buffers") if id(module) in self._modules else ("_parameters",)
         self._wait(where, [each for each in content.items() if "_hooks" not in each[0] and each[0] not in left_out])
         self._wait(where, [("", type(module))])

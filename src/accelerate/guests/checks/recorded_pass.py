@@ -28,7 +28,7 @@ from ...training.accumulation import GradientState
 from .python_state import PythonState
 from .replica_check import checksum, has_bits
 
-#: By what was computed (an output, a gradient) its checksum, of shape [].
+#: Name of a result (an output, a gradient) -> its checksum, of shape [].
 Checksums: TypeAlias = dict[str, torch.Tensor]
 
 
@@ -77,20 +77,20 @@ class PassRecorder:
         )
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, RemovableHandle] = {}  # by parameter, from a forward to the update only
-        # By number, and held by the graph alone: one that no backward pass goes through (evaluation) goes with it.
+        # By number, and referenced only by the graph, so that a forward without backward (evaluation) is freed with it.
         self._forwards: WeakValueDictionary[int, Forward] = WeakValueDictionary()
         self._used: list[Forward] = []  # a backward pass went through them
         self._outputs: dict[int, Checksums] = {}  # by number of the forward
         self._gradients: dict[int, Checksums] = {}  # by number of the backward pass
         self._running: Forward | None = None
-        self._number: int | None = None  # of the forward that runs, also again
-        self._num_step_calls = 0  # when the newest forward began
+        self._number: int | None = None  # of the forward that runs or is recomputed
+        self._num_step_calls = 0  # at the start of the newest forward
         self._is_replay = False
-        self._weights: list[tuple[str, torch.Tensor, int, int]] = []  # with their changes and places at the start
+        self._weights: list[tuple[str, torch.Tensor, int, int]] = []  # with their versions and addresses at the start
         self._at_start = PythonState(model).without_tensors()
-        #: What can't be put back after a pass is computed again; "" where there is nothing.
+        #: The object that can't be restored after a pass is recomputed; "" if there is none.
         self.obstacle: str = self._at_start.obstacle
-        #: Whether Python state has changed since the check began: another rank may have another one.
+        #: Whether Python state has changed since the check began, so that it may differ between ranks.
         self.keeps_state = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
@@ -133,7 +133,7 @@ class PassRecorder:
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
-        for forward in self._used:  # a graph that somebody keeps, such as a past output in an attribute, holds them
+        for forward in self._used:  # a graph that is still referenced, as by an output in an attribute, refers to them
             forward.state = None
         self._forwards.clear()
         self._used.clear()
@@ -156,7 +156,7 @@ class PassRecorder:
         if self._is_replay or not is_wanted or not self._window.sync_gradients:
             return
         if self._num_step_calls != self._window.num_step_calls and len(self._used) == len(self._forwards):
-            self.clear()  # the scaler left an update out, and its passes would be kept with all that they were given
+            self.clear()  # the scaler skipped an update; its passes and their inputs would be kept
         self._num_step_calls = self._window.num_step_calls
         kind = self._device.type
         number = next(each for each in count() if each not in self._forwards)
@@ -192,12 +192,12 @@ class PassRecorder:
                 tensor.register_hook(partial(self._keep_gradient, forward, place))
 
     def _note_output(self, name: str, _: nn.Module, __: object, output: object) -> None:
-        if self._number is None or current_backward() != -1:  # not of activations that are computed again
+        if self._number is None or current_backward() != -1:  # a backward runs: activation checkpointing recomputes
             return
         _note(self._outputs.setdefault(self._number, {}), name, find_tensors(output))
 
     def _keep_gradient(self, forward: Forward, place: int, gradient: torch.Tensor) -> None:
-        if self._forwards.get(forward.number) is not forward:  # of an update that is over
+        if self._forwards.get(forward.number) is not forward:  # it belongs to an earlier update
             return
         if not forward.gradients:
             self._used.append(forward)
@@ -285,7 +285,7 @@ class PassRecorder:
         outputs[0].register_hook(lambda _: number.append(current_backward()))
         if self._is_sharded:
             torch.autograd.backward(outputs, gradients, retain_graph=True)
-        else:  # nothing is accumulated, so that no hook reduces it
+        else:  # don't accumulate, so that no hook reduces the gradients
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             torch.autograd.grad(outputs, trained, gradients, retain_graph=True, allow_unused=True)
         self._gradients.setdefault(number[0], {})

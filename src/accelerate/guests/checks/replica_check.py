@@ -35,9 +35,9 @@ _CAUSES: Final = (
 )
 _ALONE: Final = "gradients aren't averaged now"
 _FAILED: Final = "a rank can't (its message says why)"
-#: Why ranks don't compare, the first for none; they exchange the place in this list.
+#: Why ranks don't compare; the first entry is no reason. Ranks exchange the index in this list.
 _REASONS: Final = ("", _ALONE, _FAILED)
-#: Odd, so that multiplying by it loses no bit.
+#: Odd, so that multiplication by it is reversible.
 _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -89,7 +89,7 @@ class Replicas:
             return None
         held, reason = self._held()
         number = torch.tensor([_REASONS.index(reason)], device=world.device)
-        dist.all_reduce(number, dist.ReduceOp.MAX, world.group)  # all compare, or none
+        dist.all_reduce(number, dist.ReduceOp.MAX, world.group)  # all ranks compare, or none does
         if reason := _REASONS[int(number)]:
             if world.is_main and reason is not _ALONE:
                 logger.warning("what replicas hold isn't compared: %s", reason)
@@ -111,7 +111,7 @@ class Replicas:
                 return [_Held.of(parameters, states, self.world.group, range(self.world.size), self.world)], ""
             axes = dict.fromkeys(axis for tensor in parameters.values() for axis in _replicated_axes(tensor))
             return [self._held_along(axis, parameters, states) for axis in axes], ""
-        except Exception as error:  # a foreign tensor's or optimizer's: no save fails, and no rank waits, for that
+        except Exception as error:  # raised by a tensor or optimizer; it must not end the save or block other ranks
             logger.warning("rank %d can't compare what replicas hold: %r", self.world.rank, error)
             return [], _FAILED
 
@@ -138,7 +138,7 @@ class Replicas:
         if action == "no" or self.world.size == 1:
             return
         if operation is None and self.world.members is not None:
-            return  # they add up the same gradients in the same order, and have no group to compare in
+            return  # the ranks sum the same gradients in the same order, and have no group for a comparison
         if operation is not None and (coordinator := self.world.coordinator) is not None:
             coordinator.require_all(operation)
         found = self.difference()
@@ -170,7 +170,7 @@ def _named_parameters(
     """Iterate over the parameters of models, and those in an optimizer only, which are never made equal."""
     seen: set[int] = set()
     for model, inner, label in unwrapped(models):
-        ignored = getattr(model, "parameters_to_ignore", ())  # of DDP: what each rank has of its own
+        ignored = getattr(model, "parameters_to_ignore", ())  # DDP's: they may differ between ranks
         for name, parameter in inner.named_parameters():
             seen.add(id(parameter))
             if name not in ignored and has_bits(parameter):
@@ -262,7 +262,7 @@ def _compare(held: _Held, device: torch.device) -> Difference | None:
     rows: list[Any] = [None] * len(held.replicas)
     dist.all_gather_object(rows, own, held.group)
     if any(list(row[0]) != list(rows[0][0]) for row in rows):
-        return None  # models that not every rank has (an average on the main process): which are alike isn't known
+        return None  # some models exist only on some ranks (an average on the main process), so they can't be matched
     # Optimizers that shard their states (ZeroRedundancyOptimizer) have those of a parameter on one rank.
     names = [*rows[0][0], *(name for name in rows[0][1] if all(name in row[1] for row in rows))]
     values = {name: [row[0].get(name, row[1].get(name)) for row in rows] for name in names}

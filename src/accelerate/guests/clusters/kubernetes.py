@@ -152,7 +152,7 @@ def escape(text: str) -> str:
 
 def _environment(settings: Settings, host: Host, per_pod: int) -> dict[str, str]:
     environment = base_environment(settings, host, per_pod)
-    # Not from this machine's cores: the pods may have another number.
+    # Don't derive it from this machine's cores, because the pods may have another number.
     if settings.launch.num_cpu_threads_per_process is None:
         environment.pop("OMP_NUM_THREADS", None)
     return environment
@@ -232,16 +232,16 @@ def _manifest(settings: Settings, name: str, pod: dict[str, Any], per_pod: int) 
             "template": pod,
         }
         workers = {"name": "workers", "replicas": 1, "template": {"spec": job}}
-        # All pods start again together, when one of them is lost with its agent.
+        # All pods restart together if one of them is lost with its agent.
         failures = {"maxRestarts": settings.launch.max_restarts}
         return {**head, "spec": {"failurePolicy": failures, "replicatedJobs": [workers]}}
-    # Kubeflow's own restart policy stands above the template's.
+    # Kubeflow's own restart policy overrides the template's.
     restarts = "OnFailure" if settings.launch.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restarts, "template": pod}}
     if machines > 1:
-        # A copy, so that the manifest spells it out instead of pointing back.
+        # A copy, so that the YAML repeats it instead of using an alias.
         replicas["Worker"] = {"replicas": machines - 1, "restartPolicy": restarts, "template": deepcopy(pod)}
-    # Without this limit Kubeflow would start pods with an ordinary bug again for ever.
+    # Without this limit, Kubeflow would restart pods with an ordinary bug forever.
     policy = {"cleanPodPolicy": "None", "backoffLimit": settings.launch.max_restarts}
     spec = {"nprocPerNode": str(per_pod), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return {**head, "spec": spec}

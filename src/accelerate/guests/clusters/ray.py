@@ -124,7 +124,7 @@ def _check_reachable(address: str) -> None:
 def _exit_code(trainer: Any) -> int:
     try:
         result = trainer.fit()
-    except Exception as error:  # Ray wraps what failed in classes that vary by its version
+    except Exception as error:  # the class in which Ray wraps an error depends on its version
         print(f"accelerate launch: a worker of Ray failed: {_last_line(error)}", file=sys.stderr)
         return 1
     return 0 if result.error is None else 1
@@ -149,7 +149,7 @@ def run_program(config: Mapping[str, Any]) -> None:
     argv = list(config["argv"])
     if config["kind"] != "command":
         argv[0] = sys.executable
-    # Ray has changed to a folder of its own; what was uploaded comes first in the PYTHONPATH that it set.
+    # Ray has changed the working directory; the uploaded folder comes first in the PYTHONPATH that it set.
     folder = os.environ["PYTHONPATH"].partition(os.pathsep)[0] if config["upload"] else config["folder"]
     plan = LaunchPlan("ray", tuple(argv), {**config["environment"], **world}, ranks=(own,), cwd=Path(folder))
     code, failures = supervise(plan, dict(os.environ))

@@ -106,7 +106,7 @@ class SageMaker(LaunchEngine):
         start = _start_v2 if int(version.partition(".")[0]) < 3 else _start_v3
         try:
             start(plan)
-        except Exception as error:  # the SDK raises classes of botocore and its own; whatever it is, the job isn't done
+        except Exception as error:  # any error of the SDK or of botocore means that the job isn't done
             raise LaunchError(f"The SageMaker job didn't complete: {type(error).__name__}: {error}") from error
         return 0
 
@@ -227,7 +227,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
     additional = options.get("additional_args") or {}
     assert isinstance(additional, Mapping)
     more = {**given, "environment": dict(plan.environment), **additional}
-    # Copied beside the script, where Python looks first: what runs there is this package.
+    # Copied next to the script, where Python looks first, so that the job uses this package.
     return {**more, "dependencies": [*(additional.get("dependencies") or ()), str(_PACKAGE)]}
 
 
@@ -263,7 +263,7 @@ def _start_v3(plan: LaunchPlan) -> None:
         "compute": configs.Compute(instance_type=options["instance_type"], instance_count=options["instance_count"]),
         # The job decodes each once; version 2 encodes them itself.
         "hyperparameters": {name: json.dumps(value) for name, value in parameters.items()},
-        # The package is a channel of its own, in the folder that all channels lie in.
+        # The package is a separate channel, in the folder of all channels.
         "environment": {"PYTHONPATH": "/opt/ml/input/data", **plan.environment},
         "sagemaker_session": session,
         # Version 3 has no other launcher for data parallelism than torch's.

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _SIGUSR1: Final = 10  # on Linux, where Slurm runs
 _FIRST_HOST: Final = "ACCELERATE_FIRST_HOST"
-#: In a batch job's command line: replaced by what only the running job knows.
+#: Placeholders in a batch job's command line, for values that only the running job knows.
 _PLACEHOLDER: Final = "@placeholder@"
-#: In the plan, so many hosts are named one by one, in a line of so many characters.
+#: The maximum number of hosts that the plan lists by name, and the length of that line.
 _MAX_NAMED: Final = 16
 _MAX_LINE: Final = 100
 
@@ -93,7 +93,7 @@ class Slurm(LaunchEngine):
         nodes = settings.launch.num_machines
         total, per_node = spread(settings, host, nodes)
         environment = base_environment(settings, host, per_node)
-        # Not from the login node's cores: the nodes may have another number.
+        # Don't derive it from the login node's cores, because the nodes may have another number.
         if settings.launch.num_cpu_threads_per_process is None:
             environment.pop("OMP_NUM_THREADS", None)
         name = settings.slurm.job_name or job_name(program)
@@ -219,7 +219,7 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
     asked["signal"] = f"USR1@{grace}" if saves else None  # before the time limit, to the ranks
     lines = ["#!/bin/bash", "# Written by `accelerate launch`."]
     lines += [f"#SBATCH --{key}={_quoted(value, key)}" for key, value in asked.items() if value is not None]
-    # A job that is queued again would begin its output anew, and what the earlier starts said would be gone.
+    # A requeued job would otherwise overwrite the output of its earlier starts.
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if saves else []
     lines += [f"#SBATCH {_argument(text)}" for text in slurm.arguments or ()]
     lines += ["", *(slurm.setup or ())]
@@ -230,7 +230,7 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
         lines.append(f'{_FIRST_HOST}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
     if not saves:
         return "\n".join([*lines, f"exec {start}", ""])
-    # A signal that comes before the script listens kills it, and nothing was trained that could be saved.
+    # A signal that arrives before the script listens kills it, but then there is nothing to save yet.
     codes = f"{PREEMPTED_EXIT_CODE} | {128 + _SIGUSR1}"
     again = f'case "$code" in {codes}) scontrol requeue "$SLURM_JOB_ID" ;; esac'
     return "\n".join([*lines, start, "code=$?", again, 'exit "$code"', ""])

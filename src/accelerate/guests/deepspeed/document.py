@@ -36,8 +36,8 @@ class PreparedObjects:
     scheduler: Any
     loaders: Sequence[Any]
     split_batches: bool
-    data_parallel_size: int  # how many different micro-batches are computed at the same time
-    #: How many ranks compute one micro-batch together and are not counted by DeepSpeed: sequence parallelism.
+    data_parallel_size: int  # the number of different micro-batches computed at the same time
+    #: The number of ranks that share one micro-batch without DeepSpeed's knowledge (sequence parallelism).
     ranks_per_batch: int = 1
 
     @property
@@ -104,7 +104,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: PreparedObjects, world: World, g
     if prepared.takes_optimizer:
         document["zero_allow_untested_optimizer"] = True
     is_bf16 = str(document.get("bf16", {}).get("enabled", False)).lower() == "true"
-    if getattr(torch.version, "hip", None) and is_bf16:  # sums in bf16 lose too much there
+    if getattr(torch.version, "hip", None) and is_bf16:  # bf16 sums are too inaccurate on ROCm
         document.setdefault("communication_data_type", "fp32")
     plugin.deepspeed_config_process(must_match=False, **values)
 

@@ -29,7 +29,7 @@ def decode_command(encoded: str) -> tuple[list[str], dict[str, str]]:
 def main() -> None:
     """Replace this process by the encoded command; doesn't return."""
     argv, environment = decode_command(sys.argv[1])
-    # A file runs with its own folder first on sys.path; the program must not inherit a trace of it.
+    # Python puts this file's folder first on sys.path; the program must not inherit that.
     os.execvpe(argv[0], argv, {**os.environ, **environment})
 
 

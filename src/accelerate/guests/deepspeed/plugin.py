@@ -71,7 +71,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         else:
             self._read_document()
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        self.deepspeed_config["steps_per_print"] = math.inf  # progress is the training script's to report
+        self.deepspeed_config["steps_per_print"] = math.inf  # the training script reports progress
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
@@ -225,7 +225,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         if document.get("train_batch_size") == "auto":
             del document["train_batch_size"]
         library = require("transformers.integrations", purpose="`zero3_init_flag`")
-        # It keeps only a weak reference: ours keeps the object alive.
+        # transformers keeps only a weak reference, so keep one here.
         self.dschf = library.HfDeepSpeedConfig(document)
 
     @property
@@ -282,7 +282,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
                 "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
             )
         self._set_selected(True)
-        # By default models are sharded while transformers builds them, where transformers is there to do it.
+        # By default, transformers shards models during construction, if it is installed.
         if self.is_zero3_init_enabled() and is_installed("transformers"):
             self.set_deepspeed_weakref()
 

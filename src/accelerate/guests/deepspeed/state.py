@@ -216,14 +216,14 @@ def load_full_weights(engine: Engine, state: StateDict) -> None:
             refresh()
         for name, value in _named_state(engine.module):
             if name in state and isinstance(value, torch.nn.Parameter) and value.requires_grad:
-                # In the saved precision, to which the model itself is rounded.
+                # In the saved precision, so that it equals the model's own weights.
                 _set_master(tools, value, state[name].to(device=value.device, dtype=torch.float32))
 
 
 def _set_master(tools: ModuleType, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set the full-precision master weight of ``parameter`` to ``value``."""
     if is_partitioned(parameter):
-        # By shards: DeepSpeed's own division forgets that the last rank's shard may be padded.
+        # Set it shard by shard, because DeepSpeed's own division ignores the padding of the last rank's shard.
         size = tools.safe_get_local_fp32_param(parameter).numel()
         start = size * torch.distributed.get_rank(parameter.ds_process_group)
         piece = value.flatten()[start : start + size]

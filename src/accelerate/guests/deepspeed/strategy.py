@@ -69,7 +69,7 @@ class DeepSpeed(Strategy):
         self._ulysses: Ulysses | None = None
         self._clips_as_called = False  # whether the clipping norm is that of clip_grad_norm_()
         self._has_warned = False
-        if env.read("DS_ACCELERATOR") is None:  # DeepSpeed would look for a device by itself
+        if env.read("DS_ACCELERATOR") is None:  # otherwise DeepSpeed would choose a device
             env.set_variables_for(self, {"DS_ACCELERATOR": world.device.type})
         if not torch.distributed.is_initialized():
             _init_single_process_group(world)
@@ -195,7 +195,7 @@ class DeepSpeed(Strategy):
         self, plugin: DeepSpeedPlugin, prepared: PreparedObjects, arguments: PreparedArguments
     ) -> dict[str, object]:
         """Return the arguments of ``deepspeed.initialize`` except the model."""
-        # DeepSpeed takes entries out of what it is given.
+        # DeepSpeed removes entries from its argument.
         kwargs: dict[str, Any] = {"config_params": copy.deepcopy(plugin.deepspeed_config)}
         optimizer, scheduler = prepared.optimizer, prepared.scheduler
         if optimizer is not None and not prepared.takes_optimizer:
@@ -222,7 +222,7 @@ class DeepSpeed(Strategy):
         for argument in _fresh(arguments, Role.OPTIMIZER):
             argument.current = wrapped = DeepSpeedOptimizerWrapper(optimizer)
         if scheduler is None:
-            return  # a schedule of the user's own is driven by the Accelerator, over the same parameter groups
+            return  # the Accelerator steps the user's own schedule, over the same parameter groups
         own = _scheduler_of_deepspeed(arguments)
         for argument in [*_fresh(arguments, Role.SCHEDULER), *([own] if own is not None else [])]:
             argument.current, argument.role = DeepSpeedSchedulerWrapper(scheduler, wrapped), Role.SCHEDULER
@@ -240,7 +240,7 @@ class DeepSpeed(Strategy):
 
     def _register_engine(self, engine: Engine, *, trains: bool) -> None:
         self._engines.append(engine)
-        if not trains:  # for evaluation: no backward goes through it
+        if not trains:  # for evaluation, without a backward
             return
         if self.engine is None:
             self.engine = DeepSpeedEngineWrapper(engine)

@@ -29,7 +29,7 @@ _SHARDED: Final[dict[Sharding, tuple[bool, bool, bool]]] = {
     "fsdp": (True, True, True),
     "fsdp-grad": (True, True, True),
 }
-#: The fraction of a block's activations, of which tensor parallelism divides the rest (Korthikanti et al., above).
+#: The fraction of a block's activations that tensor parallelism doesn't divide (Korthikanti et al., above).
 _ON_EVERY_TENSOR_RANK: Final = 10 / 34
 _FULL_PRECISION_BYTES: Final = 4
 #: Elements in a communication bucket of DeepSpeed: the default of its ``reduce_bucket_size``.
@@ -224,7 +224,7 @@ def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]
     """Return the bytes of weights, gradients and optimizer state of the whole model in this strategy."""
     if not layout.sharding.startswith("zero") or trace.autocast_bytes is None:
         return trace.weights, trace.gradients, trace.optimizer
-    # DeepSpeed trains lower precision on the weights themselves, and keeps full ones beside the optimizer state.
+    # In lower precision, DeepSpeed casts the weights themselves, and keeps full-precision ones in the optimizer state.
     weights = trace.num_parameters * trace.autocast_bytes
     gradients = trace.num_trainable * trace.autocast_bytes
     return weights, gradients, trace.optimizer + trace.num_trainable * _FULL_PRECISION_BYTES
@@ -233,12 +233,12 @@ def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]
 # --------------------------------------------------------------------------------------------------
 # The planner: the simplest layout that fits, by arithmetic on a trace
 #
-# Layouts are tried in the order of their cost in communication and computation. Shards stay inside a host where that is
-# enough; tensor parallelism never spans hosts, because every layer waits for its communication.
+# Layouts are tried in the order of their cost in communication and computation. Shards stay inside a host if that
+# suffices. Tensor parallelism never spans hosts, because every layer waits for its communication.
 
-#: The fraction of a device's memory that is left for fragmentation, kernels, and the communication library.
+#: The fraction of a device's memory reserved for fragmentation, kernels, and the communication library.
 RESERVE: Final = 0.1
-#: Degrees of tensor parallelism that are tried, those of one host; context parallelism spans hosts.
+#: Sizes of tensor parallelism to try, within one host; context parallelism may span hosts.
 _TENSOR_DEGREES: Final = (2, 4, 8)
 _CONTEXT_DEGREES: Final = (*_TENSOR_DEGREES, 16, 32)
 
@@ -268,11 +268,11 @@ class Plan:
     model: str
     gpus: int
     memory: int  # bytes of one device
-    usable: int  # of which are planned with
+    usable: int  # bytes of it that a plan may use
     batch: int  # samples of a micro-batch on one data-parallel rank
     sequence: int
     candidates: tuple[Candidate, ...]
-    #: Why activations aren't in the numbers; None where they are.
+    #: Why activations aren't included; None if they are.
     untraced: str | None = None
 
     @property

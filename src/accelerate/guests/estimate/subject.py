@@ -66,7 +66,7 @@ def _config_of_hub(name: str) -> Path:
     hub = require("huggingface_hub", "hub", purpose=f"Looking for the model {name!r} on the hub")
     try:
         return Path(hub.hf_hub_download(name, _CONFIG))
-    except Exception as error:  # a hub library has many errors of its own; all mean that there is no model
+    except Exception as error:  # hub libraries have many errors; all mean that there is no model
         offline = getattr(hub.constants, "HF_HUB_OFFLINE", False)
         why = "downloads are switched off (HF_HUB_OFFLINE)" if offline else f"the hub says: {error}".splitlines()[0]
         raise CheckpointNotFound(
@@ -223,7 +223,7 @@ _ONE_LABEL_A_SAMPLE = {
     "ForSpeechSeq2Seq": False,
     "ForTokenClassification": False,
 }
-#: The images of ImageNet, on which most image models are trained, for models that don't tell theirs.
+#: The size of ImageNet's images, for models that don't name their input size.
 _CHANNELS = 3
 _SIDE = 224
 
@@ -354,7 +354,7 @@ def _objects_of(path: str, arguments: Sequence[str]) -> Sequence[object]:
             runpy.run_path(path, run_name="__main__")
     except _Reached as found:
         return found.objects
-    except (Exception, SystemExit) as error:  # a script can fail in every way
+    except (Exception, SystemExit) as error:  # any failure of the script
         raise PreparationError(
             f"{path} can't be run up to accelerator.prepare() with parameters that take no memory: "
             f"{type(error).__name__}: {error}. Give its arguments after --, or a function that builds the model: "

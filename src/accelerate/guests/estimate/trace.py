@@ -25,7 +25,7 @@ _FEW_BITS: Final = ("AdamW8bit", "AdamWFp8", "Adam8bit", "AdamFp8")
 _DIVISIBLE_LAYERS = ("Linear", "Embedding", "Conv1D")
 
 
-#: What a model is called with: keywords, or arguments by position.
+#: The arguments of a model: keywords, or positional ones.
 ModelInputs: TypeAlias = Mapping[str, object] | tuple[object, ...]
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -313,7 +313,7 @@ def _few_bits(requested: str | OptimizerFactory) -> Any:
     if name is None:
         return None
     kind = getattr(require("torchao.optim", "fp8", purpose=f"optimizer={name}"), name)
-    for signed in (True, False):  # its tables are made once, and of values, which tensors don't have in the trace
+    for signed in (True, False):  # create its lookup tables now, because that needs values, which the trace lacks
         kind._subclass_zeros(torch.empty(256), signed, 256)
     return kind
 
@@ -344,7 +344,7 @@ def loss_of(output: object) -> torch.Tensor:
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[object]:
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, Mapping) else ():
-            parts = getattr(value, "tensor_attrs", ())  # torchao's tensors in few bits
+            parts = getattr(value, "tensor_attrs", ())  # torchao's low-bit tensors
             yield from (getattr(value, part) for part in parts) if parts else [value]
 
 
@@ -385,7 +385,7 @@ def recompute_blocks(model: nn.Module) -> None:
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
-            config.use_cache = False  # a second forward of a block would find its own keys there
+            config.use_cache = False  # a recomputed forward of a block would append its keys again
     recompute_activations(repeated_blocks(model))
 
 

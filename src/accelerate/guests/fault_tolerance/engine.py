@@ -122,7 +122,7 @@ class _Losses(LossPolicy):
 
     def environment(self, plan: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a rank."""
-        around = (REPLICA_JOINS_VARIABLE,)  # of a launch around this one
+        around = (REPLICA_JOINS_VARIABLE,)  # set by an outer launch
         return {name: value for name, value in plan.items() if name not in around} | self._members.environment
 
     def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:

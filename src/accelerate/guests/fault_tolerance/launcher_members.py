@@ -19,17 +19,17 @@ from typing import Any, Final, final
 from ...errors import LaunchError
 from ...wording import by_number, some_ranks
 
-#: The launcher's folder, with its socket and what ranks give each other.
+#: The launcher's folder, with its socket and the files that ranks exchange.
 REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
-#: Set where a process takes the place of a lost rank.
+#: Set in a process that replaces a lost rank.
 REPLICA_JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
-#: With fewer living members, these save and end.
+#: The minimum number of living members; with fewer, they save and end.
 REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
 #: The launcher's socket in that folder.
 REPLICAS_SOCKET_NAME: Final = "members"
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
-#: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
+#: The free bytes in shared memory from which on ranks exchange gradients there, instead of in temporary files.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
 _UNEVEN: Final = (
@@ -85,12 +85,12 @@ class ReplicaMembers:
         self._unknown: list[_Connection] = []
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._waiting: set[int] = set()
-        self._starters = set(range(size))  # still the processes of the start
-        self._ended: set[int] = set()  # of these, those that came to their end
+        self._starters = set(range(size))  # ranks whose process was started at the beginning
+        self._ended: set[int] = set()  # the ones of these that have finished
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(str(self.folder / f"{REPLICAS_SOCKET_NAME}.new"))
         self._listening.listen(128)
-        # Where it is found, it listens.
+        # Listen before the socket gets its final name.
         (self.folder / f"{REPLICAS_SOCKET_NAME}.new").rename(self.folder / REPLICAS_SOCKET_NAME)
         if self.folder.parent == _MEMORY_FOLDER:
             remove_left_folders(_MEMORY_FOLDER)
@@ -171,7 +171,7 @@ class ReplicaMembers:
         if connection is not None:
             self._forget(connection)
         states = sorted(self.folder.glob(f"state_{rank}_*"), key=lambda path: path.stat().st_mtime)
-        for path in states[:-2]:  # the others may be read now
+        for path in states[:-2]:  # the last two may still be read
             path.unlink(missing_ok=True)
         self._complete()
 
@@ -186,7 +186,7 @@ class ReplicaMembers:
             connection.socket.close()
         if connection in self._unknown:
             self._unknown.remove(connection)
-        if self._connections.get(connection.rank) is connection:  # it was known after its process had ended
+        if self._connections.get(connection.rank) is connection:  # it was registered after its process had ended
             del self._connections[connection.rank]
             self._waiting.discard(connection.rank)
 

@@ -95,7 +95,7 @@ class _KeptRun(LoopHook):
     def _save_and_end(self, loader: Any, begins: bool) -> None:
         run, membership = self._run, self._membership
         if begins:
-            loader.progress.start()  # an epoch that was left before its end isn't gone on with
+            loader.progress.start()  # don't continue an epoch that was left early
         run.project_configuration.automatic_checkpoint_naming = True  # where `resume()` looks
         folder = run.save_state(asynchronous=False, details={"ended": membership.ending})
         if membership.rank == min(membership.members):

@@ -71,11 +71,11 @@ class Membership(Members):
         self.rank: int = rank
         self.is_joining: bool = joins
         self.minimum: int = minimum
-        #: It has joined, and comes to the place of the others; what they exchange on the way, they have exchanged.
+        #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
         self.ending: str = ""  # why the members save and end; empty while they go on
-        self.notices: NoticeSource | None = None  # which this process passes on
+        self.notices: NoticeSource | None = None  # notices that this process passes on
         self.exit_code: int = PREEMPTED_EXIT_CODE  # of members that have saved and end
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class Membership(Members):
                 "is True."
             )
         if self.is_behind:
-            return self.last_saved  # the others have been here before
+            return self.last_saved  # the others have already passed this save
 
         def attempt() -> dict[str, str]:
             try:
@@ -244,7 +244,7 @@ class Membership(Members):
                 try:
                     if sys.platform == "darwin":
                         file.truncate(max(1, size))
-                    else:  # writing into a full file system would be fatal
+                    else:  # writing to a full file system through a mapping would kill the process
                         os.posix_fallocate(file.fileno(), 0, max(1, size))
                 except OSError as error:
                     raise CollectiveError(
@@ -298,7 +298,7 @@ def join(rank: int) -> Membership:
 
 
 def _load(path: str) -> Any:
-    # Whatever registered objects hold; only this user's ranks can write into the launcher's folder.
+    # Pickles, because registered objects may hold anything; only this user can write into the launcher's folder.
     return torch.load(path, weights_only=False, map_location="cpu")
 
 

@@ -35,9 +35,9 @@ class SharedEpoch:
         self.batch_size: int = batch_size
         self.drop_last: bool = drop_last
         self._order, self._position = list(order), 0
-        self._open: dict[int, list[int]] = {}  # of the window, by rank
-        self.num_returns: int = 0  # how often samples went back
-        self.checksum: int = zlib.crc32(array("q", self._order))  # of the order, and of all that was taken from it
+        self._open: dict[int, list[int]] = {}  # samples of the open window, by rank
+        self.num_returns: int = 0  # how often samples were returned
+        self.checksum: int = zlib.crc32(array("q", self._order))  # of the order and of all samples taken
 
     @property
     def num_left(self) -> int:
@@ -118,9 +118,9 @@ class SharedLoader(PreparedLoader):
         size = int(getattr(self.batch_sampler, "batch_size", 1))
         self.epoch_shared: SharedEpoch = SharedEpoch(size, drop_last=self._drop_last)
         self.num_own_samples: int = 0  # of the current batch
-        self.is_trained: bool = False  # updates were made from its batches
+        self.is_trained: bool = False  # whether its batches were used for updates
         self._is_restored = False
-        self.num_passes: int = 0  # that the script has begun, those that were missed with them
+        self.num_passes: int = 0  # passes that the script has begun, including missed ones
         self._first_epoch = -1
         self._num_missed = 0  # passes that the others have finished before this process joined them
 
@@ -139,7 +139,7 @@ class SharedLoader(PreparedLoader):
         if self._first_epoch < 0:
             self._first_epoch = self.progress.epoch
 
-    _prefetches_batches = False  # a batch that is read counts as taken, so none is read before it is used
+    _prefetches_batches = False  # reading a batch counts as taking it, so none is read in advance
 
     @property
     def iteration(self) -> int:
@@ -233,7 +233,7 @@ class SharedLoader(PreparedLoader):
                 "skip_first_batches() under `accelerate launch --keep_replicas`: the living ranks share what is left "
                 "of an epoch, so no count of batches says where a rank is. Leave it out, or --keep_replicas."
             )
-        if not self.membership.members:  # no model was prepared, with which ranks get to know each other
+        if not self.membership.members:  # no model was prepared yet; that makes ranks known to each other
             self.membership.exchange("members")
         if not self._is_restored:
             size, drop_last = self.epoch_shared.batch_size, self._drop_last
@@ -254,7 +254,7 @@ class SharedLoader(PreparedLoader):
                 info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
                 yield self.place_batch(batch), info
                 if membership.members != members or epoch.num_returns != num_returns:
-                    break  # what was read ahead is another rank's now
+                    break  # the samples read ahead now belong to another rank
 
     def _draw_order(self) -> list[int]:
         batches: Any = self.batch_sampler
@@ -288,7 +288,7 @@ def _streams_from(seed: int, sampler: Any) -> Iterator[None]:
     """Enter a context in which ``sampler`` draws from generators seeded with ``seed``."""
     before = getattr(sampler, "generator", None)
     with host_streams(capture_host_streams()):
-        torch.default_generator.manual_seed(seed)  # the devices' streams stay as they are
+        torch.default_generator.manual_seed(seed)  # the devices' generators don't change
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)

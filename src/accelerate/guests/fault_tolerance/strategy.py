@@ -17,7 +17,7 @@ from ...settings.tree import ROWS
 from .membership import Membership
 from .shared_epoch import SharedLoader
 
-#: The groups of settings that ask for another strategy, and the plugins of the same names.
+#: The groups of settings that select another strategy; the plugins have the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
 
 
@@ -40,7 +40,7 @@ class KeptReplicas(Strategy):
         self._membership: Membership = world.members
         self._trained: list[torch.nn.Module] = []
         self._weight = 0.0  # samples of the open window
-        self._step_calls = -1  # when gradients were added up last
+        self._step_calls = -1  # at the last sum of gradients
 
     @property
     def label(self) -> DistributedType:
@@ -75,7 +75,7 @@ class KeptReplicas(Strategy):
         assert state is not None, "the Accelerator gives it"
         if scaler is not None:
             raise PreparationError("fp16 with a gradient scaler under --keep_replicas isn't built. Use bf16, or no.")
-        is_added_up = self._step_calls == state.num_step_calls  # and used, unless the script let the update out
+        is_added_up = self._step_calls == state.num_step_calls  # no optimizer has stepped since the last sum
         if is_added_up and any(p.grad is not None for model in self._trained for p in model.parameters()):
             raise PreparationError(
                 "backward() after the gradients of this update were added up, under --keep_replicas: give one "
@@ -112,7 +112,7 @@ class KeptReplicas(Strategy):
             for parameter, is_used in zip(parameters, total[num_values : num_values + len(parameters)], strict=True):
                 values = total[start : start + parameter.numel()].view_as(parameter)
                 start += parameter.numel()
-                if not weights:  # nobody who gave a gradient had a sample: an update of none
+                if not weights:  # no contributing rank had a sample: the update is zero
                     parameter.grad = None
                 elif is_used:
                     mean = (values / weights).to(parameter.device, parameter.dtype)

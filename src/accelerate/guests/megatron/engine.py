@@ -77,10 +77,10 @@ class MegatronEngine(torch.nn.Module):
             self.scheduler,
             config,
         ]
-        if "forward_backward_func" in inspect.signature(step).parameters:  # newer ones take it from their loop
+        if "forward_backward_func" in inspect.signature(step).parameters:  # in newer versions, an argument
             arguments.append(_schedule())
         result = step(self.train_step_handler.forward_step, *arguments)
-        self.grad_norm = result[5] if len(result) > 5 else result[2]  # older ones don't say whether to stop
+        self.grad_norm = result[5] if len(result) > 5 else result[2]  # older versions return fewer values
         self.optimizer.skipped_iter = int(result[1]) == 1
         self.iteration += 1
         self.args.iteration = self.iteration

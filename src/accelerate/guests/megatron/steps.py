@@ -29,9 +29,9 @@ class MegatronRun(Protocol):
     device: torch.device
 
 
-#: (iterator) -> what the model and the loss need.
+#: (iterator) -> the inputs of the model and the loss.
 GetBatch = Callable[[Any], Any]
-#: (loss mask, output of the model) -> (loss, what is logged by name).
+#: (loss mask, output of the model) -> (loss, values to log by name).
 ComputeLoss = Callable[..., Any]
 #: (iterator, model) -> (output, loss of an output), as Megatron's schedules call it.
 ForwardStep = Callable[[Any, Any], Any]

@@ -10,11 +10,11 @@ from typing import Final
 from .document import Skew, Spread
 from .reading import Curve, Rank, RunFiles, finite, number
 
-#: The numbers that each rank has of its own.
+#: The numbers that differ between ranks.
 PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
 #: A rank that has written nothing for this long, and no end, counts as silent.
 SILENT_SECONDS: Final = 60.0
-#: So many ranks are listed for each reason, and so many of the largest numbers without one.
+#: The maximum number of ranks to list for each reason, and of ranks with the largest numbers but no reason.
 _NUM_LISTED: Final = 8
 _NUM_ALWAYS: Final = 2
 _SHARE: Final = 0.02
@@ -24,7 +24,7 @@ _TEXTS: Final = {
     "memory_bytes": "{:+.0%} memory",
 }
 _NEWEST_STEPS: Final = 600
-#: By the event that ended a rank.
+#: Event that ended a rank -> the rank's state.
 _STATES: Final = {
     "error": "failed", "killed": "failed", "stop": "stopped", "preempted": "preempted", "end": "finished",
 }  # fmt: skip

@@ -34,7 +34,7 @@ class ShownEvent(Event):
 
     ranks: list[int]
     num_ranks: int
-    times: int  # that a note or a warning was repeated
+    times: int  # how often a note or a warning was repeated
 
 
 class Clock(TypedDict):
@@ -115,7 +115,7 @@ class RankState(TypedDict):
     step_seconds: object
     wait_seconds: object
     memory_bytes: object
-    why: str  # it is listed, of a large run
+    why: str  # why it is listed, in a large run
 
 
 class Spread(TypedDict):
@@ -133,7 +133,7 @@ class Hours(TypedDict):
 
     began: float
     wall_seconds: float
-    seconds: dict[str, float]  # by kind; those of steps without the ones that were done again
+    seconds: dict[str, float]  # by kind; repeated steps count only once
     goodput: float
     starts: int
     updates: int

@@ -25,7 +25,7 @@ _APPLICATIONS: Final = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
-#: Of a picture, in pixels.
+#: The size of a picture in pixels.
 WIDTH: Final = 1440
 _SECONDS: Final = 60
 

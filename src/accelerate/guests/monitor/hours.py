@@ -32,7 +32,7 @@ from .records import FOLDER as RECORDS
 
 LOST: Final = "lost"
 IDLE: Final = "idle"
-#: What is shown, in this order, and its words.
+#: The shown kinds in order, with their labels.
 KINDS: Final = {
     STEP: "steps",
     DATA_WAIT: "waiting for data",
@@ -45,7 +45,7 @@ KINDS: Final = {
     IDLE: "until the next start",
     SHUTDOWN: "shutdown",
 }
-#: The kinds of which steps consist that are done again.
+#: The kinds of time that are lost when steps are repeated.
 _WORK: Final = (STEP, DATA_WAIT)
 
 
@@ -146,7 +146,7 @@ def _move_lost(parts: Sequence[Stretch], seconds: dict[str, float]) -> int:
                 seconds[LOST] += spent
         if not part.is_next_loop:
             done_again = min(done_again, part.first_update)
-        elif done_again > part.first_update:  # some of it counts, and so the whole loop before
+        elif done_again > part.first_update:  # a part of this loop counts, so the whole previous loop does
             done_again = float("inf")
     return lost_updates
 

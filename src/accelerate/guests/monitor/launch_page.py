@@ -20,7 +20,7 @@ from ...settings import env
 
 _FOLDERS: Final = "runs"
 _PORT: Final = 8321
-#: So long an open page is given to ask for the end of the run; it asks once a second.
+#: How long to wait until an open page has requested the end of the run; it sends one request per second.
 _LAST_SECONDS: Final = 2.5
 
 

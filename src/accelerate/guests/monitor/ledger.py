@@ -23,9 +23,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, NamedTuple, final
 
-#: The folder of the files, in that of the records.
+#: The folder of the ledgers, inside that of the records.
 FOLDER: Final = "ledger"
-#: What time goes into. A process is in one of the first four at a time; of their time, the others are parts.
+#: The kinds of time. A process is in one of the first four at any time; the others are parts of their time.
 START_UP: Final = "start_up"
 STEP: Final = "step"
 EVALUATION: Final = "evaluation"
@@ -34,7 +34,7 @@ DATA_WAIT: Final = "data_wait"
 SAVE: Final = "save"
 COMPILE: Final = "compile"
 HANG: Final = "hang"
-#: How a loop ended in whose process another one began.
+#: The end of a loop that another loop in the same process followed.
 NEXT: Final = "next"
 _SECONDS: Final = 1.0
 _LINE_BYTES: Final = 512
@@ -128,7 +128,7 @@ class Ledger:
         self._position, self._hang_seconds = weakref.WeakMethod(position), hang_seconds
         self._before = self._newest = position()
         self._progress: tuple[Hashable, float] = (None, now)
-        self._hang_began: tuple[float, float] | None = None  # seconds of the hang so far, and waited before it
+        self._hang_began: tuple[float, float] | None = None  # seconds of the hang so far, and of waiting before it
         self._ended: str | None = None
         self._pid, self._offset, self._turn = os.getpid(), 0, 0
         self._lock, self._file_lock, self._left = threading.Lock(), threading.Lock(), threading.Event()
@@ -196,7 +196,7 @@ class Ledger:
                 return
 
     def _write(self, *, stays: bool = False) -> None:
-        # A disk that hangs mustn't stop the loop, which takes `_lock` at the ends of its passes.
+        # A hanging disk must not block the loop, which acquires `_lock` at the end of a pass.
         with self._file_lock:
             with self._lock:
                 line = json.dumps(self._line(perf_counter()), separators=(",", ":")).encode()

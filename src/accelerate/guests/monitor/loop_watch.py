@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Loaded = tuple[str, Mapping[str, object]]
 
 _UPDATES_PER_REPORT: Final = 10
-#: So many losses are kept where no update follows them, as nobody else frees them then.
+#: The maximum number of losses to keep if no update follows that would free them.
 _MAX_LOSSES: Final = 1024
 
 

@@ -9,8 +9,7 @@ from typing import Final, final
 
 from .document import Output
 
-#: How deep below the run's folder, and under which names, log files lie (`accelerate launch --log_dir` writes
-#: ``<folder>/<rank>/stderr.log``).
+#: Patterns for log files below the run's folder (`accelerate launch --log_dir` writes ``<folder>/<rank>/stderr.log``).
 _PATTERNS: Final = ("*.log", "*.out", "*.err", "*/*.log", "*/*/*.log", "*/*/*/*.log")
 _SEARCH_SECONDS: Final = 10.0
 _BYTES: Final = 32768
@@ -59,5 +58,5 @@ class OutputTail:
                 text = file.read(_BYTES).decode(errors="replace")
         except OSError:
             return None
-        lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]  # of a progress bar its last state
+        lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]  # keep a progress bar's last state
         return {"file": self._path.relative_to(self._folder).as_posix(), "lines": lines[-_NUM_LINES:]}

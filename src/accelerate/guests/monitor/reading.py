@@ -22,23 +22,23 @@ from .output import OutputTail
 from .records import ENDINGS, FILE_PATTERN, FOLDER
 
 _PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
-#: The numbers of a rank's reports that are drawn by name; all others are the user's own.
+#: The known numbers in a rank's reports; all others are the user's own.
 KNOWN: Final = (
     "loss", "learning_rate", "step_seconds", "wait_seconds", "samples_per_second", "tokens_per_second", "memory_bytes",
     "mfu", "gradient_norm", "device_utilization",
 )  # fmt: skip
 _NO_CURVES: Final = frozenset({"time", "step", "epoch", "total_steps", "eta_seconds", *KNOWN})
 _MAX_EVENTS: Final = 2000
-#: Up to so many ranks, every file is read whole.
+#: The maximum number of ranks whose files are all read completely.
 MAX_WHOLE: Final = 256
-#: Of more ranks, at least so many spread evenly are followed, and up to so many of those that stood out.
+#: With more ranks: the minimum number of evenly spaced ranks to follow, and the maximum of ranks that stood out.
 _NUM_SAMPLED: Final = 16
 _MAX_CHOSEN: Final = 32
-#: At a refresh one in so many of the files of other ranks is looked at; at their ends, if so much is new.
+#: One in this number of other ranks' files is read per refresh; only at its end if it has this much new content.
 _NUM_TURNS: Final = 16
 _END_BYTES: Final = 4096
 _STALE_SECONDS: Final = 40.0
-#: Events that all ranks report alike, shown once.
+#: Events that all ranks report identically, shown once.
 SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end", "preempted")
 
 
@@ -233,7 +233,7 @@ class RunFiles:
         self.folder: Path = folder.resolve()
         self.ranks: dict[int, Rank] = {}
         self.logged: dict[str, Curve] = {}
-        self.config: Facts = {}  # that the script gave to its trackers
+        self.config: Facts = {}  # the configuration that the script passed to its trackers
         self.output = OutputTail(self.folder)
         self.version: int = 0
         self._tails: dict[str, Tail] = {}
@@ -251,7 +251,7 @@ class RunFiles:
         """The ranks whose files are always read completely: all ranks, or in a large run evenly spaced ones."""
         if not self.is_large:
             return set(self.ranks)
-        stride = 1 << (len(self.ranks) // _NUM_SAMPLED).bit_length() - 1  # of more ranks it only leaves some out
+        stride = 1 << (len(self.ranks) // _NUM_SAMPLED).bit_length() - 1  # with more ranks, the sample only shrinks
         return {min(self.ranks), *(number for number in self.ranks if number % stride == 0)}
 
     def refresh(self) -> bool:

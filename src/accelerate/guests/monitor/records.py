@@ -35,7 +35,7 @@ FILE_PATTERN: Final = "rank_{}.jsonl"
 ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")
 _KIND: Final = re.compile(r'"event": "(\w+)"')
 _END_BYTES: Final = 65536
-#: The last word of a name whose value nobody should read: `--hf_token`, not `--tokenizer` or `--max_tokens`.
+#: The last word of an option with a secret value: `--hf_token`, but not `--tokenizer` or `--max_tokens`.
 _SECRET: Final = re.compile(
     r"(^|[-_.]|api|auth|access)(token|secrets?|password|passwd|passphrase|key|credentials?)$", re.IGNORECASE
 )
@@ -86,7 +86,7 @@ class RankRecord:
         atexit.register(_end, weakref.ref(self))
         key = (os.getpid(), self.path.absolute())
         if key not in _begun and (lost := _unfinished(self.path)) is not None:
-            self.event("killed", text=lost)  # the writer has ended the last line, if it was torn
+            self.event("killed", text=lost)  # the writer has terminated the last line if it was torn
         _begun.add(key)
         self.event("start", pid=os.getpid(), **facts)
         _tell_launcher(self.path)
@@ -104,7 +104,7 @@ class RankRecord:
         """Write an event with its facts."""
         if self._thread is None:
             return
-        if self._left_out is not None:  # the newest numbers come before what happened after them
+        if self._left_out is not None:  # write the newest numbers before the event that follows them
             self._put(self._left_out)
             self._left_out = None
         self._put({"event": kind, **facts})

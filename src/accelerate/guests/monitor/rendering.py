@@ -9,7 +9,7 @@ from typing import Final
 from .document import Document
 
 _PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
-#: The page, and what is put into it, so that one file holds everything: a saved page needs nothing else.
+#: The page and the files inlined into it, so that a saved page is one self-contained file.
 _PARTS: Final = ("page.html", "page.css", "charts.js", "page.js", "runs.js")
 _STYLE: Final = "/*STYLE*/"
 _SCRIPT: Final = "/*SCRIPT*/"

@@ -99,7 +99,7 @@ class RunMonitor(RunWatch):
         self._compare_every = math.inf if compare_replicas is True else compare_replicas
         self._next_comparison, self._equal_at = 0.0, -1
         self._loader: Any = None
-        self._pass_began: float | None = math.nan  # of the loader; NaN is no pass's
+        self._pass_began: float | None = math.nan  # start of the loader's pass; NaN before the first one
         self._num_loads = 0
         self.samples_per_batch: float = 0.0
         self._warned = False
@@ -234,7 +234,7 @@ class RunMonitor(RunWatch):
         times, ranks = self._timer, self._world.size
         slowest = max(row["seconds"] for row in rows)
         is_timed = times.updates > 0 and slowest > 0
-        share = ranks if len(rows) < ranks else 1  # a rank alone takes the others to be like itself
+        share = ranks if len(rows) < ranks else 1  # a rank that reports alone assumes that the others are equal
         samples, tokens = (share * sum(row[name] for row in rows) for name in ("samples", "tokens"))
         samples_rate = samples / slowest if is_timed and samples else None
         tokens_rate = tokens / slowest if is_timed and tokens else None
@@ -448,7 +448,7 @@ def watch_and_check(
     if sdc_check or has_checks:
         function_of("checks", "check_hardware", f"watch_run(sdc_check={sdc_check})")(run, sdc_check, on_sdc)
     difference: Callable[[], object | None] | None = None
-    if compare_replicas and (has_checks or compare_replicas is not True):  # True is the default, which asks nothing
+    if compare_replicas and (has_checks or compare_replicas is not True):  # the default, True, doesn't need the guest
         compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
         difference = partial(compare, run)
     return watch(

@@ -15,7 +15,7 @@ from .records import FILE_PATTERN, FOLDER
 from .snapshot import as_shown, json_value, why_ended
 
 _FIRST: Final = FILE_PATTERN.format(0)
-#: So deep below the folder runs are looked for, and so many of the newest are shown.
+#: The depth below the folder to search for runs, and the maximum number of runs to show.
 _DEPTH: Final = 4
 _MAX_RUNS: Final = 200
 _SEARCH_SECONDS: Final = 5.0

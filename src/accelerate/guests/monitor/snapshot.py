@@ -16,12 +16,12 @@ from .hours import hours
 from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
 from .wording import describe
 
-#: Most points of a curve that are sent, about one per pixel.
+#: The maximum number of points sent per curve, about one per pixel.
 MAX_POINTS: Final = 600
-#: Up to this many ranks are drawn as lines of their own, more as minimum, median and maximum.
+#: The maximum number of ranks with separate lines; more are drawn as minimum, median and maximum.
 MAX_LINES: Final = 8
 _MAX_EVENTS: Final = 300
-#: So many ranks of an event of a large run are named.
+#: The maximum number of ranks named for an event of a large run.
 _MAX_NAMED: Final = 8
 
 
@@ -163,7 +163,7 @@ def events(run: RunFiles) -> list[ShownEvent]:
             key = (event["event"], event.get("text", ""), event["rank"])
             if (at := repeated.get(key)) is not None:
                 event["times"] += shown[at]["times"]
-                shown[at]["times"] = 0  # said by the newest one
+                shown[at]["times"] = 0  # the newest one has the count
             repeated[key] = len(shown)
         shown.append(event)
     return [event for event in shown if event["times"]]

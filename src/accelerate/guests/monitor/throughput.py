@@ -12,8 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, final
 
-#: Dense operations a second in half precision, by a part of the device's name, as the vendors state them. The longer
-#: names come first.
+#: The vendors' dense half-precision operations per second, by a part of the device's name; longer names come first.
 PEAK_FLOPS: Final[tuple[tuple[str, float], ...]] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),

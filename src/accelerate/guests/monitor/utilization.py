@@ -15,7 +15,7 @@ import torch
 from ...cores import num_cores
 from ...devices.table import CPU, DeviceKind
 
-#: Sooner after the last look the clocks' own steps are too large a part of the answer.
+#: The minimum time between readings, below which the resolution of the clocks distorts the result.
 _FEWEST_SECONDS: Final = 0.05
 
 
@@ -47,6 +47,6 @@ class DeviceMeter:
     def _read_driver(self) -> float | None:
         try:
             return self._kind.utilization(self._device)
-        except Exception:  # a vendor's package may raise anything; not known then, and not asked again
+        except Exception:  # a vendor's package may raise anything; then the value is unknown and not read again
             self._is_known = False
             return None

@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from ...distributed.store_client import Coordinator
     from .notices import Notices
 
-#: A point of a loop: Accelerators whose loops came before, backward passes so far, and batches (or questions) since the
-#: last one.
+#: A point of a loop: the number of earlier Accelerators with loops, of backward passes, and of batches (or reads of
+#: ``preempted``) since the last backward pass.
 Point = tuple[int, int, int]
 
 _log = logging.getLogger(__name__)
 _LISTEN_SECONDS: Final = 0.2
 _JOIN_SECONDS: Final = 1.0
-#: A thread that waits in the store when the interpreter ends would abort the process.
+#: How long to wait for the threads at the end: one that waits in the store at the interpreter's exit would abort it.
 _LEAVE_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 60.0
-#: Of the grace period, so much is for coming together; saving takes the rest.
+#: The fraction of the grace period for reaching the agreed point; the rest is for saving.
 _SHARE_TO_MEET: Final = 0.8
-#: One round takes so much of the time that is left, so that a rank which was late is asked again; or all of it, where
-#: less than this is left.
+#: The fraction of the remaining time for one round, so that there is another round for a late rank; and the remaining
+#: seconds below which one round takes all of them.
 _SHARE_OF_ROUND: Final = 2 / 3
 _SHORTEST_ROUND_SECONDS: Final = 4.0
-#: A rank that is late itself waits so long for the others.
+#: How long a rank that is late itself waits for the others.
 _LATE_SECONDS: Final = 10.0
-#: Requests a second of all ranks together, while they wait for others.
+#: The requests per second of all ranks together while they wait.
 _RANKS_PER_SECOND: Final = 1024
 #: The outcome of a round in which a rank has given up.
 _NONE: Final = "none"
 _ALL_THERE: Final = "1"
-#: All came, and go on from there.
+#: The outcome in which all ranks reached the point and continue.
 _NOT_YET: Final = "not yet"
-#: Set by a rank that leaves the world: it has no more points, so the run comes to its end by itself.
+#: Set by a rank that leaves the world: it passes no more points, so the run ends normally.
 _ENDS: Final = "preemption/ends"
 
 
@@ -96,19 +96,19 @@ class StopAgreement:
         self.passed: Point = (0, 0, 0)
         self.is_asked: bool = False
         self.notice: Notice | None = None
-        self._number = 0  # of the round: one or several for each notice
-        self._own: Point | None = None  # what this rank has published
+        self._number = 0  # of the round; a notice has one or several rounds
+        self._own: Point | None = None  # the point that this rank has published
         self._has_published = threading.Event()
         self._agreed: Agreed | None = None
         self._is_decided = threading.Event()
-        self._num_met = 0  # how often all ranks have met in this round, and gone on
-        self._is_there = False  # at the agreed point
-        self._is_late = False  # for it
+        self._num_met = 0  # how often all ranks have met in this round and continued
+        self._is_there = False  # whether this rank is at the agreed point
+        self._is_late = False  # whether it is late for it
         self._deadline = 0.0  # of all rounds of the notice
         self._round_seconds, self._round_deadline = 0.0, 0.0
         self._stopped = threading.Event()
-        self._run_ends = False  # by itself: a rank has left
-        self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()  # where this rank is the only one
+        self._run_ends = False  # a rank has left, so the run ends normally
+        self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()  # for a single rank
         self._threads = [
             threading.Thread(target=target, name="accelerate preemption", daemon=True)
             for target in (self._listen, self._run)
@@ -137,7 +137,7 @@ class StopAgreement:
             met = f"met/{self._num_met}/open"
             with contextlib.suppress(RuntimeError):  # the store has ended
                 self._settle(_ENDS, _ALL_THERE)
-                for name in (f"notice/{self._rank}", "passed/furthest", met):  # what a thread may wait for
+                for name in (f"notice/{self._rank}", "passed/furthest", met):  # keys for which a thread may wait
                     self._settle(self._key(name), _NONE)
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)

@@ -94,7 +94,7 @@ def _tell_members(world: World, members: Members, policy: PreemptionPolicy) -> N
 
 
 def _notices(world: World, policy: PreemptionPolicy) -> Notices:
-    is_first = world.is_local_main  # the host's other ranks hear of it by this one
+    is_first = world.is_local_main  # it tells the host's other ranks
     file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
     return Notices(policy.signals, file, url)
 
@@ -123,7 +123,7 @@ class Preemption(LoopHook):
         self._leads = leading is None or not leading._agreement.is_running
         if leading is None:
             forget_saved(env.read(RECORDS_VARIABLE), world.rank)
-        self._loops = 0  # which stopped before this one, in this process
+        self._loops = 0  # number of earlier loops in this process
         if leading is not None and not self._leads:
             self._notices, self._agreement = leading._notices, leading._agreement
         else:
@@ -133,7 +133,7 @@ class Preemption(LoopHook):
         self._training_loaders: WeakSet[Any] = WeakSet()
         self._newest: weakref.ref[Any] | None = None  # the loader whose loop has passed the last point
         self._has_warned = False  # that a loop isn't the main thread's
-        self.is_over: bool = False  # all ranks came to the agreed point
+        self.is_over: bool = False  # whether all ranks have reached the agreed point
 
     def start(self) -> None:
         """Listen for notices until the world ends, and stop at the points of the prepared loaders' loops."""
@@ -191,7 +191,7 @@ class Preemption(LoopHook):
         if not self._leads:
             self._take_over()
         gradient_state = self._gradient_state
-        loader = gradient_state if loader is None else loader  # it stands for the batches that no prepared loader reads
+        loader = gradient_state if loader is None else loader  # a placeholder for loops without a prepared loader
         backwards, step_calls = gradient_state.num_backwards, gradient_state.num_step_calls
         has_trained = backwards != self._backwards or step_calls != self._step_calls
         if has_trained:
@@ -254,7 +254,7 @@ class Preemption(LoopHook):
             return
         self.is_over = True
         if leaves_evaluation:
-            loader.progress.finish(loader.progress.epoch)  # the next evaluation shall be a whole one
+            loader.progress.finish(loader.progress.epoch)  # so that the next evaluation is a full one
         self._save_and_exit(", inside of an evaluation that isn't repeated" if leaves_evaluation else "")
 
     def _can_stop(self, loader: Any, begins: bool, has_trained: bool, leaves_evaluation: bool) -> bool:
@@ -264,13 +264,13 @@ class Preemption(LoopHook):
             return False  # inside of an accumulation window
         is_known = loader in self._training_loaders
         if begins:
-            # Before the first batch of an evaluation, random streams are where no resumed run comes by; and where
-            # another loop runs, it has a batch that nobody trained on yet.
+            # Before the first batch of an evaluation, a resumed run can't have the same random states. And if another
+            # loop runs, it has a batch that isn't trained on yet.
             return is_known and not any(other is not loader for other in gradient_state.running_dataloaders)
         if has_trained:
             return True
         if is_known or getattr(loader, "is_interleaved", False):
-            return False  # batches are collected, or skipped: there will be a point after training
+            return False  # batches are collected or skipped; there will be a point after training
         return not (leaves_evaluation and self._policy.finish_evaluation)
 
     def _is_evaluating(self) -> bool:

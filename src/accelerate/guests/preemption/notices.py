@@ -76,7 +76,7 @@ class Notices:
         """Restore the former signal handlers, unless the program is ending: then a signal isn't a failure."""
         self._stopped.set()
         with contextlib.suppress(OSError):
-            os.write(self._write_end, b"\0")  # wakes who waits in `take`
+            os.write(self._write_end, b"\0")  # wakes the thread in `take`
         if self._is_ending or threading.current_thread() is not threading.main_thread():
             return
         atexit.unregister(self._note_end)
@@ -208,7 +208,7 @@ class Notices:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
         if self._before and (current := signal.set_wakeup_fd(self._wakeup_before)) != self._write_end:
-            signal.set_wakeup_fd(current)  # somebody else's since
+            signal.set_wakeup_fd(current)  # other code has set it since
         self._before = {}
 
 

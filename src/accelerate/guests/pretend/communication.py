@@ -27,7 +27,7 @@ from .replacing import replaced
 if TYPE_CHECKING:
     from ...torch_private.pretended import Operator
 
-#: By the beginning of an operator's name: the collective. The first that fits.
+#: Prefix of an operator's name -> the collective; the first match counts.
 _NAMES: Final = (
     ("allgather", "all-gather"),
     ("all_gather", "all-gather"),
@@ -132,7 +132,7 @@ def _name_of(func: Operator) -> str | None:
 def _bytes_of(name: str, args: Sequence[object], size: int) -> int:
     sides = [sum(each.numel() * each.element_size() for each in _tensors(arg)) for arg in args[:2]]
     largest = max(sides, default=0)
-    is_part = name == "all-gather" and not all(sides)  # an operator that makes the whole tensor itself
+    is_part = name == "all-gather" and not all(sides)  # this operator allocates the whole tensor itself
     return largest * size if is_part else largest
 
 
@@ -149,7 +149,7 @@ def answer(func: Operator, args: Sequence[object]) -> object:
     outputs = _tensors(args[0])
     if not any(isinstance(tensor, fake_tensor) for tensor in _tensors(args[:2])):
         _fill(_name_of(func), args)
-    else:  # real memory, into which values are gathered that aren't there
+    else:  # the output is real, but the gathered values don't exist
         for tensor in outputs:
             if not isinstance(tensor, fake_tensor):
                 tensor.fill_(1)

@@ -14,7 +14,7 @@ from .samples import LoaderShare
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
 
-#: Along these, ranks communicate within each layer, which only the links of one host carry fast enough.
+#: Axes whose ranks communicate within each layer, for which only the links of one host are fast enough.
 _WITHIN_A_HOST: Final = ("sp", "tp")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...launch.preflight import Host
     from ...settings.tree import Settings
 
-#: The processes of a host, where the number of machines isn't given: its GPUs, of most clusters.
+#: The processes per host if the number of machines isn't given: the GPUs per host of most clusters.
 _PER_HOST: Final = 8
 
 
@@ -54,9 +54,9 @@ class PretendedRank(LaunchEngine):
             "LOCAL_WORLD_SIZE": str(local_size),
             "LOCAL_RANK": str(rank % local_size),
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(DEFAULT_PORT),  # where nothing listens or connects
+            "MASTER_PORT": str(DEFAULT_PORT),  # unused
             "ACCELERATE_USE_CPU": "true",
-            "ACCELERATE_HANG_SECONDS": "0",  # nobody is waited for
+            "ACCELERATE_HANG_SECONDS": "0",  # there are no other ranks to wait for
         }
         steps, kind = str(settings.launch.num_steps), ("-m",) if program.kind == "module" else ()
         runner = Program("accelerate.guests.pretend", (steps, *kind, program.target, *program.arguments), "module")

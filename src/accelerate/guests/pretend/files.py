@@ -77,7 +77,7 @@ def _bytes_of(item: ShardsItem, world: World) -> int:
 
 def _save(tensor: torch.Tensor, file: _CountingFile) -> None:
     checked = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # it reads every byte
+    torch.serialization.set_crc32_options(False)  # the checksum would read every byte
     try:
         torch.serialization.save(tensor, file)  # pyright: ignore[reportArgumentType]
     finally:

@@ -24,11 +24,11 @@ class MemoryRecord:
     def __init__(self) -> None:
         self.tracker: AllocationTracker = AllocationTracker(torch.device("cpu"))
         self.tracker.on_growth = self._note_peak
-        #: The most of each since the last `prepare`, whenever that was.
+        #: The peak of each kind since the last `prepare`, independently of the others.
         self.peak_activations: int = 0
         self.peak_gathered: int = 0
         self.peak_total: int = 0
-        #: The most of all together until then.
+        #: The peak of all kinds together until then.
         self.peak_of_preparation: int = 0
 
     def prepared(self) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...torch_private.pretended import Operator
 
 _MOST_REFUSALS: Final = 3
-#: How many random numbers these draw depends on the values of their inputs.
+#: Operators whose number of random draws depends on the values of their inputs.
 _DRAW_BY_VALUES: Final = {"binomial", "poisson", "rrelu_with_noise", "sample_dirichlet", "standard_gamma"}
 
 
@@ -58,12 +58,12 @@ class PretendedRun:
         #: The collectives of `prepare`.
         self.preparation: CollectiveCounter = CollectiveCounter()
         self.saves: list[str] = []
-        #: Operations of which nobody knows how many random numbers they draw.
+        #: Operations with an unknown number of random draws.
         self.uncounted: set[str] = set()
         self.mode: ValuelessMode = ValuelessMode(self, communication.answer)
         self.report: Report | None = None
         self._steps: dict[int, int] = {}  # by optimizer
-        self._num_refusals = 0  # how often the script went on when it was to end
+        self._num_refusals = 0  # how often the script continued when it had to end
 
     @property
     def steps(self) -> int:
@@ -108,7 +108,7 @@ class PretendedRun:
             ("log", _do_nothing),
         ):
             held.enter_context(replaced(Accelerator, name, value))
-        # What has no values mustn't take the place of the user's files.
+        # Tensors without values must not overwrite the user's files.
         held.enter_context(replaced(torch, "save", self._saving_to_disk(torch.save)))
         held.enter_context(replaced(safetensors.torch, "save_file", partial(self._saving("save_file", 1), None)))
         held.enter_context(self.samples.recording())

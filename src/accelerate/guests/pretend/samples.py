@@ -68,7 +68,7 @@ class SampleRecord:
         loader = getattr(loader, "loader", loader)
         by_index = isinstance(loader, PreparedLoader) and not isinstance(loader.dataset, IterableDataset)
         is_received = isinstance(loader, DataLoaderDispatcher) and loader.dp_rank().index > 0
-        if is_received:  # from a process whose random streams aren't here
+        if is_received:  # from a process with other random states
             self._drawn.pop(id(loader), None)
         elif by_index and id(loader) not in self._drawn:
             for number, _ in enumerate(IndexReader(loader, None).draw(), start=1):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-#: The number that stands for every floating-point value; others are 0. One can divide by it, and take its logarithm.
+#: The replacement of every floating-point value (others are 0), chosen so that division and logarithm work.
 VALUE: Final = 1.0
-#: What fills a tensor front to back, so that parts draw what the whole draws. torch fills 16 numbers at a time.
+#: Operators that fill a tensor in order, so that parts draw the same numbers. torch fills 16 numbers at a time.
 _IN_PARTS: Final = frozenset({"normal_", "uniform_"})
 _PART: Final = 1 << 20
 
@@ -78,7 +78,7 @@ class ValuelessMode(TorchDispatchMode):
             return self._communicate(func, args)
         if func.namespace == "_c10d_functional":
             self._observer.collective(func, args)
-        # torch names the classes of tensors with values too: for `data` of a parameter; in 2.6 for any `detach`.
+        # torch also reports classes of tensors with values: for `data` of a parameter; in 2.6 for any `detach`.
         if not is_fake and not (self._depth and returns_tensor(func) and not _has_tensors(args)):
             return func(*args, **kwargs)
         try:
@@ -86,7 +86,7 @@ class ValuelessMode(TorchDispatchMode):
                 result = func(*args, **kwargs)
             draws = draws_numbers(func, args, kwargs)
             if not is_fake and (not result.is_floating_point() or (draws and result.numel() == 1)):
-                return func(*args, **kwargs)  # positions, masks, and numbers that decide something keep their values
+                return func(*args, **kwargs)  # positions, masks, and numbers used in decisions keep their values
             if draws:
                 self._observer.drawn(func)
                 _draw(func, args, kwargs)
@@ -157,7 +157,7 @@ class ValuelessMode(TorchDispatchMode):
                 (fake_tensor, "__format__", lambda tensor, spec: format(_readable(tensor), spec)),
             ):
                 held.enter_context(replaced(owner, name, value))
-            # Compiled code can't run without values: an update of torchao's optimizers, or what the script compiles.
+            # Compiled code can't run without values: updates of torchao's optimizers, or code that the script compiles.
             held.enter_context(torch.compiler.set_stance("force_eager"))
             held.enter_context(self)
             yield

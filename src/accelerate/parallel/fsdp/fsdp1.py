@@ -115,7 +115,7 @@ class FlatShard(Strategy):
         self.recompute(model, find_wrap_units(model, plugin.auto_wrap_policy, ignored))
         key = id(model)
         names = names_of(model)
-        with warnings.catch_warnings():  # torch announces changes of the user's options
+        with warnings.catch_warnings():  # torch warns when it changes the user's options
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = self._wrapped(model, ignored)
         average_ignored(ignored, self.world, lambda: key not in self._unreduced)
@@ -175,7 +175,7 @@ class FlatShard(Strategy):
     @contextmanager
     def _without_reduction(self, wrapped: FullyShardedDataParallel) -> Iterator[None]:
         key = id(wrapped.module)
-        if key in self._unreduced:  # the context around this one ends it
+        if key in self._unreduced:  # nested: the outer context ends it
             yield
             return
         self._unreduced.add(key)

@@ -78,7 +78,7 @@ def broadcast_object(value: Any, rank: int, group: Any = None) -> Any:
 class _StageTensors:
     """The inputs and outputs of every stage, for one micro-batch."""
 
-    shapes: tuple[TensorMetas, ...]  # one more than there are stages: the inputs of each, and the last one's outputs
+    shapes: tuple[TensorMetas, ...]  # the inputs of each stage, and the outputs of the last one
     structure: TreeSpec  # of the last stage's output
 
 

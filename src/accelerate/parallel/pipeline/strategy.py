@@ -46,9 +46,9 @@ from .schedule import LossFunction, PipelineSchedule, broadcast_object
 from .sharded_stages import shard_stage
 from .state import StageAccess
 
-#: The first torch whose schedules can leave out the outputs of a step; those of 2.6 can't evaluate either.
+#: The first torch whose schedules needn't return outputs; those of 2.6 can't evaluate either.
 OLDEST_TORCH: Final = "2.10.0"
-#: Axes that a pipeline isn't combined with, and the alternative.
+#: Axes that can't be combined with a pipeline, and the alternative.
 _NOT_COMBINED = {
     "cp": "Longer sequences fit with tp_size and a plan that shards activations along the sequence",
     "sp": "Longer sequences fit with tp_size and a plan that shards activations along the sequence",
@@ -158,7 +158,7 @@ class Pipeline(Strategy):
             )
         #: Whether stages are sharded.
         self.shards: bool = options.plugins.fsdp is not None
-        # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
+        # Parameters that an earlier pipeline rank also has; their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
@@ -369,7 +369,7 @@ class Pipeline(Strategy):
             dist.all_reduce(total, group=stages)
             local_tensor(parameter.grad).copy_(total)
         replicas = self.mesh.group("dp_replicate")
-        if replicas is None or self.shards:  # shards are averaged over the replicas when they are reduced
+        if replicas is None or self.shards:  # the reduction of shards averages them over the replicas
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in model.parameters():

@@ -14,7 +14,7 @@ _WEIGHTED: Final = (
     "over its own part, and the processes count the same. `accelerator.backward(sum_of_losses, weight=their_weight)` "
     "gives the mean over all parts.",
 )
-#: Where these take the weights of classes by position.
+#: The position of the class weights in the arguments of these.
 _WEIGHT_PLACES: Final = {"CrossEntropyLoss": 0, "NLLLoss": 0, "cross_entropy": 2, "nll_loss": 2}
 _MEAN: Final = ast.Constant("mean")
 _PAIRED: Final = (

@@ -145,7 +145,7 @@ class Observer:
 
     def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-            if self._depth == 0:  # not where a checkpointed part is computed again
+            if self._depth == 0:  # not when activation checkpointing recomputes a part
                 each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
                 self._note_draws()
@@ -188,7 +188,7 @@ class Observer:
         self._wait_for_others()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # nothing of the script's own ending, which writes files, is to run
+        os._exit(0)  # don't run the end of the script, which writes files
 
     def _wait_for_others(self) -> None:
         until = time.monotonic() + _OTHERS_SECONDS

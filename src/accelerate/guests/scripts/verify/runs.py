@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from .observe import Record
 
 ORIGINAL: Final = "original"
-#: How far two values may lie apart, relative to the larger: on one process, on two, and where 16-bit numbers round.
+#: The tolerance relative to the larger value: on one process, on two, and with 16-bit rounding.
 _SAME: Final = 1e-5
 _SAME_ON_TWO: Final = 1e-3
 _ROUNDED: Final = 5e-2
 _LIMIT_SECONDS: Final = 900
 _NUM_LINES: Final = 40
-#: What says which rank a process is, and which devices it sees.
+#: Environment variables with a process's rank and its visible devices.
 _OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
