@@ -452,7 +452,7 @@ class Accelerator(ReplaceableSteps):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The object whose ``backward`` calls DeepSpeed (its ``.engine`` is DeepSpeed's); None without it."""
+        """The wrapper whose ``backward`` runs DeepSpeed's engine (its ``.engine``); None without DeepSpeed."""
         return self.strategy.engine
 
     @property

@@ -90,7 +90,7 @@ def second_connection(store: Store) -> Store:
 
 
 def tcp_store(store: Store) -> TCPStore | None:
-    """Return the TCP store that ``store`` is, or lies over; None where it is another kind."""
+    """Return the TCP store that ``store`` is or wraps; None for a store of another kind."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None
