@@ -187,7 +187,7 @@ class _Search:
                 return
 
     def _fillings(self, limit: float, left: list[int], first: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the numbers of pieces, for the sizes from ``first`` on, that fit into ``limit``, the fuller ones early."""
+        """Yield the numbers of pieces, for sizes from ``first`` on, that fit into ``limit``; fuller ones early."""
         self.budget.left -= 1
         if first == len(left):
             yield (), 0
