@@ -11,17 +11,17 @@ import ast
 import functools
 import gc
 import importlib
-import io
 import re
 import statistics
 import sys
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+from benchmarks import structure
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCE: Final = ROOT / "src"
@@ -220,9 +220,15 @@ NO_NAMES: Final = {
 RIDDLES: Final = ("What ", "Nothing ", "Every ", "As ", "None ")
 
 FILE_LIMIT: Final = 500
-FILE_LIMITS: Final = {"accelerator.py": 700}
-MEDIAN_LIMIT: Final = 150
+#: The Accelerator's file is its public interface: half of its lines are signatures. The others are to be split.
+FILE_LIMITS: Final = {"accelerator.py": 1095, "checkpointing/loading.py": 520, "data_loader/prefetch.py": 505}
+MEDIAN_LIMIT: Final = 120
 FUNCTION_LIMIT: Final = 60
+#: Constructors and functions whose documented arguments alone are half of that.
+FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
+#: The sums of all budgets: (code lines, files). They only go down.
+CORE_LIMIT: Final = (42_881, 315)
+GUESTS_LIMIT: Final = (14_230, 105)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 
@@ -1167,49 +1173,52 @@ def test_docstrings_are_no_riddles() -> None:
 
 # ------------------------------------------------------------------------------------------------ size
 
-_NO_CODE: Final = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENCODING, tokenize.ENDMARKER,
-}  # fmt: skip
-
 
 def _span(first: ast.AST, last: int) -> range:
     return range(getattr(first, "lineno", 1), last + 1)
 
 
-def _is_only_for_types(node: ast.AST) -> bool:
-    """Whether only a type checker reads it: an overload, or imports under TYPE_CHECKING."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return any(dotted(decorator) == "overload" for decorator in node.decorator_list)
-    return isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING" and not node.orelse
-
-
 @functools.cache
 def code_lines(file: SourceFile) -> frozenset[int]:
-    """Line numbers that hold code: no docstrings, comments, blanks, no signatures, and nothing that is only for types."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in file.nodes:
-        if _is_only_for_types(node):
-            begin = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
-            lines.difference_update(range(begin, (node.end_lineno or begin) + 1))
-            continue
-        body = getattr(node, "body", None)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
-            first = body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                lines.difference_update(_span(first, first.end_lineno or first.lineno))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            end = max(node.lineno, node.body[0].lineno - 1)
-            if node.body[0].lineno != node.lineno:  # a body on the line of the signature is code
-                lines.difference_update(range(node.lineno, end + 1))
-    return frozenset(lines)
+    """Line numbers that hold code, by the counter of benchmarks/structure.py: all but docstrings, comments and blanks."""
+    return frozenset(structure.code_lines(file.text, file.tree))
+
+
+def _budget() -> dict[str, tuple[int, int]]:
+    """By package, guest or module the code lines and files that the plan of record allows."""
+    rows = re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \| (\d+) \|$", PLAN, re.MULTILINE)
+    return {name: (int(lines.replace(",", "")), int(num_files)) for name, lines, num_files in rows}
+
+
+def _budgeted(file: SourceFile) -> str:
+    parts = file.name.split("/")
+    if parts[0] == GUESTS and len(parts) > 2:
+        return "/".join(parts[:2])
+    return parts[0] if len(parts) > 1 else "modules"
+
+
+def test_every_package_keeps_within_its_budget() -> None:
+    used: dict[str, list[int]] = {}
+    for file in files():
+        one = used.setdefault(_budgeted(file), [0, 0])
+        one[0] += len(code_lines(file))
+        one[1] += 1
+    budget, findings = _budget(), []
+    for name, (lines, num_files) in sorted(used.items()):
+        max_lines, max_files = budget.get(name, (0, 0))
+        if lines > max_lines or num_files > max_files:
+            findings.append(
+                f"docs/architecture.md: {name} has {lines} code lines in {num_files} files, its budget is {max_lines} "
+                f"in {max_files}"
+            )
+    findings += [f"docs/architecture.md: {name} isn't there any more" for name in budget.keys() - used.keys()]
+    holds(findings, "What grows takes from something else: lower another package's budget by as much.")
+    for is_guest, (max_lines, max_files) in ((False, CORE_LIMIT), (True, GUESTS_LIMIT)):
+        rows = [row for name, row in budget.items() if name.startswith(f"{GUESTS}/") == is_guest]
+        lines, num_files = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        assert lines <= max_lines and num_files <= max_files, (
+            f"the budgets add up to {lines} lines in {num_files} files"
+        )
 
 
 def test_files_are_small() -> None:
@@ -1227,8 +1236,9 @@ def test_functions_are_small() -> None:
         lines = code_lines(file)
         for function, _ in file.functions:
             size = sum(line in lines for line in _span(function, function.end_lineno or function.lineno))
-            if size > FUNCTION_LIMIT:
-                findings.append(file.at(function, f"{function.name}: {size} code lines, limit {FUNCTION_LIMIT}"))
+            limit = FUNCTION_LIMITS.get((file.name, function.name), FUNCTION_LIMIT)
+            if size > limit:
+                findings.append(file.at(function, f"{function.name}: {size} code lines, limit {limit}"))
     holds(findings, "A function does one thing.")
 
 
@@ -1305,6 +1315,7 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_names_are_words_of_the_field, {"modules": "def knock() -> None:\n    pass\n"}),
     (test_docstrings_are_no_riddles, {"modules": 'def f() -> None:\n    """What it does."""\n'}),
     (test_files_are_small, {"modules": "x = 1\n" * 501}),
+    (test_every_package_keeps_within_its_budget, {"attic": "x = 1\n"}),
     (test_functions_are_small, {"modules": "def f():\n" + "    x = 1\n" * 61}),
     (test_no_room_waits_empty, {"modules": '"""Some day."""\n'}),
 ]  # fmt: skip
@@ -1317,14 +1328,6 @@ def test_each_rule_can_fail(house: Callable[..., None], rule: Callable[[], None]
         rule()
 
 
-def test_what_only_type_checkers_read_does_not_count(house: Callable[..., None]) -> None:
-    house(
-        world="if TYPE_CHECKING:\n    from x import (\n        y,\n    )\n\n\n"
-        "@overload\ndef f(x: int) -> int: ...\n@overload\ndef f(\n    x: str,\n) -> str: ...\ndef f(x):\n    return x\n"
-    )
-    assert len(code_lines(modules()["world"])) == 1
-
-
-def test_signatures_docstrings_and_comments_do_not_count(house: Callable[..., None]) -> None:
+def test_docstrings_and_comments_do_not_count(house: Callable[..., None]) -> None:
     house(world='"""Doc."""\n\n\ndef f(\n    x,\n):\n    """Doc.\n\n    More.\n    """\n    # why\n    return x\n')
-    assert len(code_lines(modules()["world"])) == 1
+    assert len(code_lines(modules()["world"])) == 4
