@@ -173,13 +173,15 @@ def test_rank_0_stays_for_a_rank_that_lives_but_not_for_ever(
     def leaves() -> None:
         coordinator = join_world().coordinator
         assert coordinator is not None
-        if coordinator.rank == 1:
-            (tmp_path / "pid").write_text(str(os.getpid()))
         coordinator.wait_for_everyone()
-        if coordinator.rank == 1:
+        if coordinator.rank == 1:  # it needs the store no more
+            (tmp_path / "pid.new").write_text(str(os.getpid()))
+            (tmp_path / "pid.new").rename(tmp_path / "pid")
             while not (tmp_path / "seconds").exists():
                 time.sleep(0.01)
             return
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
         other = int((tmp_path / "pid").read_text())
         if stands_still:
             os.kill(other, signal.SIGSTOP)

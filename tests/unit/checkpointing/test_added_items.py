@@ -50,7 +50,7 @@ class RankOne:
 
     rank = local_rank = 1
     size = local_size = 2
-    replicas = None
+    members = None
 
 
 def manifest_of(folder: Path) -> Manifest:
