@@ -7,7 +7,6 @@ to other packages, in which its methods are implemented.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
@@ -25,7 +24,7 @@ from .distributed import collectives, process_control
 from .distributed.world import World, join_world
 from .errors import PreparationError
 from .flag import Flag
-from .lazy import names_from
+from .lazy import function_in_use, names_from
 from .logging import MultiProcessAdapter, get_logger
 from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions, remark_on_stray, require_role
 from .parallel.compile import uncompiled
@@ -161,7 +160,7 @@ class Accelerator(ReplaceableSteps):
         loader_options, project_options, asked_precision = construction.deprecated_arguments(old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
-        self._handlers = construction.sort_handlers(kwargs_handlers, _module_attribute)
+        self._handlers = construction.sort_handlers(kwargs_handlers, function_in_use)
         known = AcceleratorState._shared_state
         arguments = {
             "mixed_precision": known.get("_mixed_precision") if asked_precision is None else asked_precision,
@@ -188,7 +187,7 @@ class Accelerator(ReplaceableSteps):
         self.state.device_mesh = self.mesh.device_mesh if plugins.parallelism is not None else None
         label = self.state.mixed_precision
         self.precision = construction.precision(
-            label, self.settings, self.world, plugins, self._handlers, _module_attribute, parameter_dtype
+            label, self.settings, self.world, plugins, self._handlers, function_in_use, parameter_dtype
         )
         self.settings.data, self.settings.project = self.dataloader_config, self.project_configuration
         accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(run.gradient_accumulation_steps)
@@ -952,7 +951,7 @@ class Accelerator(ReplaceableSteps):
         require_role(data_loader, Role.LOADER)
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return _register(self._dataloaders, data_loader)
-        prepared = _module_attribute("prepare_data_loader")(
+        prepared = function_in_use("prepare_data_loader")(
             data_loader,
             self.device,
             num_processes=self.world.size,
@@ -977,7 +976,7 @@ class Accelerator(ReplaceableSteps):
             assert len(rest) == len(loader) - 2
             ```
         """
-        return _module_attribute("skip_first_batches")(dataloader, num_batches=num_batches)
+        return function_in_use("skip_first_batches")(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> Any:
         """Wrap ``dl`` to yield parts of sequences for DeepSpeed's sequence parallelism; else return ``dl``.
@@ -1342,7 +1341,7 @@ class Accelerator(ReplaceableSteps):
             print(profiler.key_averages().table(row_limit=5))
             ```
         """
-        handler = profile_handler or self.profile_handler or _module_attribute("ProfileKwargs")()
+        handler = profile_handler or self.profile_handler or function_in_use("ProfileKwargs")()
         with handler.record(self.process_index) as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
@@ -2112,11 +2111,6 @@ def _register(registry: list[Any], obj: T1) -> T1:
     if not any(known is obj for known in registry):
         registry.append(obj)
     return obj
-
-
-def _module_attribute(name: str) -> Any:
-    """Return this module's attribute ``name``, which libraries on top may have replaced."""
-    return getattr(sys.modules[__name__], name)
 
 
 __getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)

@@ -24,3 +24,8 @@ def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[
         return getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
 
     return get
+
+
+def function_in_use(name: str) -> Any:
+    """Return the attribute ``name`` of `accelerate.accelerator`, which libraries may have replaced there."""
+    return getattr(importlib.import_module(f"{__package__}.accelerator"), name)

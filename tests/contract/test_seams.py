@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,7 +19,8 @@ from torch.utils.data import DataLoader
 
 import accelerate.accelerator
 import accelerate.utils.fsdp_utils
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, cpu_offload
+from accelerate.construction import NAMES_OF_ACCELERATOR
 from accelerate.errors import SettingError
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
@@ -229,6 +233,34 @@ def test_a_replaced_prepare_data_loader_makes_the_loaders(monkeypatch: pytest.Mo
     )
     Accelerator(cpu=True).prepare(DataLoader(ROWS))
     assert seen == [1]
+
+
+def test_a_replaced_skip_first_batches_makes_the_rest_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{MODULE}.skip_first_batches", lambda loader, num_batches: [loader, num_batches])
+    assert Accelerator(cpu=True).skip_first_batches("loader", 2) == ["loader", 2]
+
+
+def test_a_replaced_get_state_dict_offloaded_model_gives_the_weights_that_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both by `get_state_dict` and by `save_model`."""
+    accelerator, own = Accelerator(cpu=True), {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+    model = cpu_offload(nn.Linear(2, 2), execution_device=torch.device("cpu"))
+    monkeypatch.setattr(f"{MODULE}.get_state_dict_offloaded_model", lambda model: own)
+    assert accelerator.get_state_dict(model, unwrap=False) is own
+    accelerator.save_model(model, tmp_path)
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["weight"], own["weight"])
+
+
+def test_every_function_that_a_library_may_replace_is_looked_up_when_it_is_called() -> None:
+    """None of them is bound while our modules are imported: what a library puts in its place would have no effect."""
+    names = {name for names in NAMES_OF_ACCELERATOR.values() for name in names.split() if name.islower()}
+    look_up = re.compile(r'(?:(?:functions|function_in_use)\(|sharding_function = )"(\w+)"')
+    looked_up: set[str] = set()
+    for path in Path(accelerate.__file__).parent.rglob("*.py"):
+        looked_up |= set(look_up.findall(path.read_text(encoding="utf-8")))
+    assert names - looked_up == set()
 
 
 def test_names_that_are_replaced_are_found_where_programs_look_for_them() -> None:

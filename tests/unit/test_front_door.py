@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 
 import accelerate
+from accelerate.lazy import function_in_use
 from tests.fresh import run_fresh
 from tests.python_path import python_path
 from tests.torch_needed import needs_torch
@@ -146,6 +147,6 @@ def test_names_that_libraries_replace_at_the_accelerator_are_looked_up_there(
     assert original.__name__ == name
     replacement = object()
     monkeypatch.setattr(module, name, replacement, raising=False)
-    assert module._module_attribute(name) is replacement
+    assert function_in_use(name) is replacement
     monkeypatch.undo()
-    assert module._module_attribute(name) is original
+    assert function_in_use(name) is original

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..lazy import function_in_use
 from ..logging import MultiProcessAdapter, get_logger
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .base import Strategy
 
 logger: MultiProcessAdapter = get_logger(__name__)
-#: The module in which libraries replace `fsdp2_prepare_model`.
-_ACCELERATOR: Final = f"{__name__.partition('.')[0]}.accelerator"
 
 
 class ReplaceableSteps:
@@ -78,7 +76,7 @@ class ReplaceableSteps:
         """Distribute ``model`` over the processes; one that a library's function shards keeps its layout."""
         shard = self.strategy.sharding_function
         if shard and not evaluation_mode and not self.strategy.adopts(model):
-            model = getattr(sys.modules[_ACCELERATOR], shard)(self, model)
+            model = function_in_use(shard)(self, model)
             if self.strategy.has_sharded(model):
                 return model
             self._adopt(model)

@@ -10,7 +10,8 @@ import torch
 
 from ..checkpointing.run_state import Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess
-from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
+from ..hooks.align import has_offloaded_params
+from ..lazy import function_in_use
 from ..training.open_window import REPLICAS, GradientHolder
 from .gradients import PlainGradients
 from .held_tensors import HeldTensor, held_tensors
@@ -47,7 +48,7 @@ class ModelState(ABC, Generic[Owner]):
         """Return the full state dict of ``model``, under the names of the user's own module."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
         if any(has_offloaded_params(module) for module in inner.modules()):
-            return get_state_dict_offloaded_model(inner)
+            return function_in_use("get_state_dict_offloaded_model")(inner)
         return inner.state_dict()
 
     def collective_full_state_dict(
@@ -67,7 +68,7 @@ class ModelState(ABC, Generic[Owner]):
         """Return the tensors of the state dict of ``model``, each with this rank's part; no collective."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
         if any(has_offloaded_params(module) for module in inner.modules()):
-            return held_tensors(get_state_dict_offloaded_model(inner))
+            return held_tensors(function_in_use("get_state_dict_offloaded_model")(inner))
         return held_tensors(InPlace(self.named_parameters, canonical_name).model_shards(inner))
 
     @property
