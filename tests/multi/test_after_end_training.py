@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.checkpointing.series import inspect
 from accelerate.errors import CollectiveError
 from tests.multi.test_equal_draws import calls, public_methods
 from tests.ranks import run_on_ranks
@@ -50,6 +54,35 @@ def called_after_the_end(folder: Path) -> dict[str, str]:
 def test_every_public_call_works_after_end_training(num_processes: int, tmp_path: Path) -> None:
     assert run_on_ranks(called_after_the_end, num_processes, tmp_path, timeout_seconds=240) == [{}] * num_processes
     assert (tmp_path / "alone").is_dir()
+
+
+def saved_when_the_others_have_ended(folder: Path) -> float:
+    """All ranks end training, and the main process alone saves its final state, as sd-scripts does."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    accelerator.end_training()
+    pids = accelerator.gather_for_metrics([os.getpid()], use_gather_object=True)
+    if not accelerator.is_main_process:
+        return 0.0
+    until = time.monotonic() + 30
+    while psutil.pid_exists(pids[1]) and psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the other rank hasn't ended"
+        time.sleep(0.01)
+    began = time.monotonic()
+    accelerator.save_state(folder / "state")
+    accelerator.save_model(model, folder / "model")
+    return time.monotonic() - began
+
+
+def test_the_main_process_saves_its_final_state_when_the_others_have_ended(tmp_path: Path) -> None:
+    seconds, _ = run_on_ranks(saved_when_the_others_have_ended, 2, tmp_path)
+    assert seconds < 10
+    saved = inspect(tmp_path / "state", contents=True)
+    assert saved.problem is None and saved.manifest is not None and "optimizer.safetensors" in saved.manifest.files
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def gradients_after_the_end() -> tuple[torch.Tensor, float]:

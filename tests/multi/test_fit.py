@@ -132,3 +132,18 @@ def test_all_ranks_refuse_alike_and_unchanged_and_another_order_of_modules_train
         assert ("registered" if layout.startswith("fsdp1") else "c.weight") in refusals[1][0]
         assert "other parameter groups" in refusals[3][0] and "another kind of optimizer" in refusals[4][0]
         assert is_equal
+
+
+def _before_prepare(folder: Path) -> list[str]:
+    Run("ddp", objects=0).accelerator.save_state(folder)
+    said = []
+    for load in ("load_state", "resume"):
+        with pytest.raises(CheckpointError) as refused:
+            getattr(Accelerator(cpu=True), load)(folder)
+        said.append(str(refused.value))
+    return said
+
+
+def test_all_ranks_refuse_a_load_before_prepare(tmp_path: Path) -> None:
+    answers = run_on_ranks(_before_prepare, 2, tmp_path / "ck")
+    assert all("nothing is prepared or registered" in text for said in answers for text in said)

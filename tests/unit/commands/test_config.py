@@ -438,6 +438,19 @@ def test_ctrl_c_in_a_menu_is_a_key_which_no_instant_loses_and_other_signals_of_t
         assert termios.tcgetattr(below) == before
 
 
+def test_what_is_typed_before_a_menu_and_between_two_counts_for_the_next_one() -> None:
+    above, below = pty.openpty()
+    with open(below, "r+b", buffering=0) as stream, open(above, "wb", buffering=0) as typed:
+        typed.write(b"2\r")
+        with _keys(stream) as read_key:  # pyright: ignore[reportArgumentType]
+            assert select.select([below], [], [], 20)[0], "the menu has dropped what was typed early"
+            assert read_key() + read_key() == "2\n"
+            typed.write(b"y\r")
+        with _keys(stream) as read_key:  # pyright: ignore[reportArgumentType]
+            assert select.select([below], [], [], 20)[0], "the menu before has dropped what it didn't read"
+            assert (read_key() + read_key()).replace("\r", "\n") == "y\n"
+
+
 def test_config_default_writes_yaml_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.yaml"
     assert config.main(["default", "--config_file", str(path), "--mixed_precision", "bf16"]) == 0
