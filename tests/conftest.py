@@ -107,6 +107,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+#: Of what a process has remarked on already, by module.
+GIVEN_ONCE = {
+    "accelerate.callers": "_warned",
+    "accelerate.checkpointing.loading": "_minor_notes_of_run",
+    "accelerate.logging": "_logged_once",
+    "accelerate.data_loader.iterable": "_warned",
+    "accelerate.tracking.choose": "_remarked_names",
+}
+
+
+@pytest.fixture(autouse=True)
+def remarks_are_new() -> None:
+    """No test, and no rank that is forked for it, inherits that a remark was given once."""
+    for name, remarks in GIVEN_ONCE.items():
+        if name in sys.modules:
+            getattr(sys.modules[name], remarks).clear()
+
+
 @pytest.fixture(autouse=True)
 def world_left() -> Iterator[None]:
     """No test inherits the state views or the process group of the test before it."""

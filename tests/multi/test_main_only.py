@@ -409,7 +409,7 @@ def test_a_call_that_needs_every_rank_ends_on_all_when_one_alone_makes_it(tmp_pa
         goes_on_alone, 2, kind, call, str(tmp_path / "ck"), timeout_seconds=LIMIT_SECONDS
     ):
         assert f"`{call}`" in text and "every rank" in text, text
-        assert seconds < 10, seconds
+        assert seconds < LIMIT_SECONDS / 2, seconds  # 4 s where nobody else computes
 
 
 def straggles(folder: str) -> None:
