@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -585,18 +585,16 @@ class Distilled(Network):
 
     def distance(self, teacher: Any, inputs: torch.Tensor) -> torch.Tensor:
         """Compares with another model's output, and with one of another thread."""
-        found = [teacher(inputs)]
-        thread = threading.Thread(target=lambda: found.append(self(inputs)))
-        thread.start()
-        thread.join()
-        return (found[0] - found[1]).square().sum()
+        with ThreadPoolExecutor(1) as other:
+            mine, others = teacher(inputs), other.submit(self, inputs)
+            return (mine - others.result()).square().sum()
 
 
 def test_a_method_may_call_another_prepared_model_and_other_threads_go_on() -> None:
     def work() -> tuple[float, float]:
         accelerator = Accelerator(cpu=True)
         student, teacher = accelerator.prepare(Distilled(), Network())
-        distance = student.distance(teacher, torch.ones(2, 3))
+        distance = student.distance(teacher, torch.ones(2, 3, device=accelerator.device))
         accelerator.backward(distance)
         grads: Any = [accelerator.unwrap_model(model).linear.weight.grad for model in (student, teacher)]
         return distance.item(), (grads[0] + grads[1]).abs().max().item()
