@@ -2030,10 +2030,12 @@ class Accelerator(ReplaceableSteps):
                 watch.step(loss)
             ```
         """
+        from .watching import LossRules
+
         return seams.function_of("monitor", "watch_run", "Accelerator.watch_run()")(
-            self, every=every, callbacks=callbacks, total_steps=total_steps, has_rules=rules is not _NOT_GIVEN,
-            rules=rules, flops=flops, print_line=print_line, log=log, compare_replicas=compare_replicas,
-            sdc_check=sdc_check, on_sdc=on_sdc,
+            self, every=every, callbacks=callbacks, total_steps=total_steps,
+            rules=LossRules() if rules is _NOT_GIVEN else rules, flops=flops, print_line=print_line, log=log,
+            compare_replicas=compare_replicas, sdc_check=sdc_check, on_sdc=on_sdc,
         )  # fmt: skip
 
     def average_weights(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from ..cores import threads_per_rank
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
-from ..settings.option import options_of
 from ..settings.tree import encode_settings
 from .plan import LaunchPlan, Logs, Program, parse_tee
 
@@ -60,14 +59,15 @@ _OF_SOME_ENGINES: Final = ("tee", "log_dir", "role", "max_restarts", "rdzv_backe
 def without_effect(
     engine: LaunchEngine, settings: Settings, program: Program, host: Host, plan: LaunchPlan
 ) -> tuple[str, ...]:
-    """Return a note for each option that was given, and without which ``engine`` would have made the same ``plan``."""
+    """Return a note for each given option without effect: ``engine`` makes the same ``plan`` without it."""
     notes: list[str] = []
-    for info in options_of(type(settings.launch)):
-        name, without = f"launch.{info.name}", copy(settings)
-        if info.name not in _OF_SOME_ENGINES or not settings.was_given(name):
+    for option in _OF_SOME_ENGINES:
+        name = f"launch.{option}"
+        if not settings.was_given(name):
             continue
+        without = copy(settings)
         without.launch = copy(settings.launch)
-        setattr(without.launch, info.name, info.default)
+        setattr(without.launch, option, settings.option_at(name).default)
         if without.launch != settings.launch and engine.plan(without, program, host) == plan:
             notes.append(f"{settings.quote(name)} has no effect: {plan.engine.partition(':')[0]} doesn't follow it")
     return tuple(notes)

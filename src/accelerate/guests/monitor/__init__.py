@@ -18,9 +18,7 @@ from ...settings import env
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
     from ...watching import RunWatch
-
-#: A checkpoint's folder, and what its manifest records.
-Loaded = tuple[str, Mapping[str, object]]
+    from .run_monitor import Loaded
 
 #: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
 _FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
@@ -28,7 +26,7 @@ _FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
 
 @final
 class LastLoad(LoopHook):
-    """The last loaded checkpoint, from which a watch that starts later continues."""
+    """The last loaded checkpoint; a watch started later continues from it."""
 
     def __init__(self, run: Accelerator, asked: object = None) -> None:
         self.loaded: Loaded | None = None

@@ -18,14 +18,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...seams import LoopHook
-from .run_monitor import RunMonitor, saved_watch, watch, watch_and_check
+from .run_monitor import Loaded, RunMonitor, saved_watch, watch, watch_and_check
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
     from ...watching import RunWatch
-
-#: A checkpoint's folder, and what its manifest records.
-Loaded = tuple[str, Mapping[str, object]]
 
 _UPDATES_PER_REPORT: Final = 10
 #: The maximum number of losses to keep if no update follows that would free them.

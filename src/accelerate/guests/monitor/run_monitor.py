@@ -41,6 +41,9 @@ from .utilization import DeviceMeter
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
 
+#: A checkpoint's folder, and the details of its manifest.
+Loaded = tuple[str, Mapping[str, object]]
+
 #: The numbers of a rank that are gathered at a report.
 _ROW: Final = (
     "loss_sum", "num_losses", "longest_non_finite", "first_non_finite", "wants_stop", "seconds", "updates", "samples",
@@ -432,8 +435,6 @@ def watch(
 def watch_and_check(
     run: Accelerator,
     *,
-    has_rules: bool,
-    rules: LossRules | None,
     compare_replicas: bool | int,
     sdc_check: int,
     on_sdc: str,
@@ -451,16 +452,10 @@ def watch_and_check(
     if compare_replicas and (has_checks or compare_replicas is not True):  # the default, True, doesn't need the guest
         compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
         difference = partial(compare, run)
-    return watch(
-        run,
-        rules=rules if has_rules else LossRules(),
-        compare_replicas=compare_replicas,
-        difference=difference,
-        **options,
-    )
+    return watch(run, compare_replicas=compare_replicas, difference=difference, **options)
 
 
-def saved_watch(loaded: tuple[str, Mapping[str, object]] | None) -> Mapping[str, Any] | None:
+def saved_watch(loaded: Loaded | None) -> Mapping[str, Any] | None:
     """Return the watch's state in a checkpoint, given by its folder and details; None if there is none."""
     state = None if loaded is None else loaded[1].get("watch")
     if loaded is None or not isinstance(state, Mapping):
