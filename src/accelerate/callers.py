@@ -72,7 +72,7 @@ def warn_of_old_spelling(message: str) -> None:
 
 @contextmanager
 def muted() -> Generator[None]:
-    """Enter a context in which this thread doesn't warn about old spellings in objects that the user didn't create."""
+    """Enter a context without this thread's warnings about old spellings, for objects not created by the user."""
     token = _is_muted.set(True)
     try:
         yield

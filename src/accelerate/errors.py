@@ -39,7 +39,7 @@ class AccelerateError(Exception):
 
 
 class SettingError(AccelerateError, ValueError):
-    """The error for a requested value that can't be used; the message says where it was set and how to correct it."""
+    """A requested value can't be used; the message names its source and the correction."""
 
 
 class PreparationError(AccelerateError, ValueError):

@@ -352,7 +352,7 @@ def strategies() -> tuple[Candidate, ...]:
 
 
 def members() -> dict[str, str]:
-    """Return the functions that create the :class:`Members` of a world, by the variables that select them."""
+    """Return the functions that create the :class:`Members` of a world, by environment variable."""
     return {variable: target for guest in guests().values() for variable, target in guest.members.items()}
 
 

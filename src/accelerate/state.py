@@ -109,7 +109,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 class _View(ABC):
-    """The attributes that all instances of a class share, and the methods that need only the world."""
+    """Attributes shared by all instances of a class, and the methods that need only the world."""
 
     _shared_state: ClassVar[dict[str, Any]]
 

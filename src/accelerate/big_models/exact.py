@@ -22,7 +22,7 @@ MAX_STATES = 30_000
 @final
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Parts that are placed together: one unsplit part, or several that share a tensor."""
+    """Parts placed on one device: a single unsplit part, or several with a shared tensor."""
 
     position: int
     parts: tuple[Part, ...]

@@ -1,4 +1,4 @@
-"""The ranks that write or read one checkpoint: an error on one rank raises on all, and names that rank."""
+"""The ranks of one save or load: an error on one rank raises on all, with its rank number."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ class _Decoder:
 
 
 def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
-    """Return the value that :func:`encode` encoded; the value keeps the tensors that ``tensor_of(key)`` returns.
+    """Reverse :func:`encode`; the result keeps the tensors from ``tensor_of(key)``.
 
     Raises:
         CheckpointError: the document isn't one that this version can read.

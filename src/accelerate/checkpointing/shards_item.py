@@ -197,7 +197,7 @@ def _unpacked(data: bytes) -> Any:
 
 @cache  # made when first needed: importing torch's part takes half a second
 def _save_classes() -> tuple[type, type]:
-    """Return a planner that holds the values to write, and a writer that records no times and paths."""
+    """Return a planner with the values to write, and a writer that records no times and paths."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta

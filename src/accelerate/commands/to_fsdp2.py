@@ -37,7 +37,7 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _reshards(strategy: object) -> bool:
-    """Return what the strategy means in version 2; print what version 2 does differently."""
+    """Return ``reshard_after_forward`` for the strategy; print the differences of version 2."""
     names, name = FSDP_SHARDING_STRATEGY, str(strategy).upper()
     if name.isdigit() and 1 <= int(name) <= len(names):
         name = names[int(name) - 1]

@@ -186,7 +186,7 @@ class StreamEnd:
         return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
 
     def restore(self, base: StatefulStream, state: object) -> None:
-        """Restore ``base`` to ``state``, so that its next pass is the one that followed it."""
+        """Restore ``base`` to ``state``; its next pass is the one after that state."""
         if not (isinstance(state, Mapping) and _BEFORE_END in state):
             base.load_state_dict(state)
             return
@@ -424,7 +424,7 @@ class StreamReader:
         return batch, self.source.coverage_of(batch)
 
     def _own(self, moving: list[str], num_batches: int) -> dict[str, object]:
-        """Return this rank's state before the next batch, from which that batch can be read again."""
+        """Return this rank's state before the next batch, to read that batch again."""
         own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
         if self.loader.use_stateful_dataloader:
             reader: Any = self.loader.base_dataloader

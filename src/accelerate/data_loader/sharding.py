@@ -330,7 +330,7 @@ class LastBatch:
 @final
 @dataclass
 class CollateWithCoverage:
-    """A collate function that passes on the coverage of a padded global batch, which its last item has."""
+    """A collate function that passes on a padded global batch's coverage, its last item."""
 
     collate: Callable[[Any], Any]
 
@@ -470,7 +470,7 @@ class StatefulShardedStream(IterableDataset[Any]):
         return iter(()) if loaded is not None and self.shard.has_ended else self.shard.draw()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the dataset's current state, and that at the epoch's start, from which padding samples are read."""
+        """Return the dataset's current state, and the one at the epoch's start for padding samples."""
         stream = self.shard.dataset.state_dict()
         return {"start": self._start, "stream": stream, "has_ended": self.shard.has_ended}
 

@@ -80,7 +80,7 @@ class CallParticipants:
     # -- rank 0 alone --------------------------------------------------------------------------------------
 
     def begin(self, address: str) -> None:
-        """Publish the address, and that rank 0 writes alone, for other ranks that make this call."""
+        """Publish the address for other ranks at this call, and that rank 0 writes alone."""
         self._address = address
         self._publish_decision()
 

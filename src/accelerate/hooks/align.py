@@ -210,7 +210,7 @@ class AlignDevicesHook(ModelHook):
             self._set_tensor(module, name, placeholder, value, device)
 
     def _prefetch_source(self, device: torch.device) -> tuple[OffloadedWeightsLoader | None, tuple[str, ...]]:
-        """Return the loader that prefetches these weights (None if that doesn't pay off), and their names in it."""
+        """Return the loader to prefetch these weights (None: not worth it), and their names in it."""
         weights = self.weights_map
         if self._source[0] is not weights:  # first use, or replaced by a library
             loader = weights.dataset if isinstance(weights, PrefixedDataset) else None

@@ -147,7 +147,7 @@ class _Blocks:
     tied_params_map: TiedCopies | None
 
     def hook(self, device: Device | None, **options: Any) -> AlignDevicesHook:
-        """Return a hook that moves inputs; with ``options``, one that also loads weights."""
+        """Return a hook that moves inputs, and with ``options`` also loads weights."""
         return AlignDevicesHook(device, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map, **options)
 
     def device(self, name: str) -> Device | None:

@@ -233,7 +233,7 @@ class LossPolicy(ABC):
 
     @abstractmethod
     def missed(self, well: Collection[int]) -> str:
-        """Return what a run that ranks ``well`` have ended with code 0 lacks; "" where nothing."""
+        """Describe the missing work of a run whose ranks ``well`` ended with code 0; "" without any."""
 
 
 @final

@@ -147,7 +147,7 @@ def _attention_over(mesh: Mesh, kind: str) -> ShardedAttention:
 
 @lru_cache(maxsize=1)
 def _attention_namespaces(num_modules: int) -> list[dict[str, object]]:
-    """Return the namespaces that hold torch's attention: torch's own, and modules that imported it by name."""
+    """Return the namespaces with torch's attention: torch's own, and modules that imported it by name."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return [space for space in spaces if space.get(_NAME) is TORCH_ATTENTION]
 
@@ -323,7 +323,7 @@ def _causal(rows: int, seen: int, device: torch.device) -> torch.Tensor:
 
 
 def _rows_of(ring: Ring, step: int, is_causal: bool, length: int) -> tuple[slice, slice, bool]:
-    """Return the slices of queries and keys that interact at ``step`` of the ring, and whether that is causal."""
+    """Return the slices of queries and keys for ``step`` of the ring, and whether it is causal."""
     everything = slice(0, length)
     if step == 0 or not is_causal:
         return everything, everything, is_causal

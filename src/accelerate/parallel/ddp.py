@@ -219,7 +219,7 @@ class _ReplicaRetry(Retryable):
 
 
 def replica_in(model: object) -> DistributedDataParallel | None:
-    """Return the DDP module that ``model`` is or that torch.compile wrapped in it; None if there is none."""
+    """Return ``model`` itself or the module compiled in it, whichever is DDP; None if neither."""
     if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
         return model
     inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
@@ -254,7 +254,7 @@ def _reduce_zeros(replica: DistributedDataParallel, parameters: Sequence[torch.n
 
 
 def reduction_orders(models: Iterable[torch.nn.Module]) -> list[list[int] | None] | None:
-    """Return by model the order in which parameters fill DDP's buckets; None where that order never changes."""
+    """Return each model's order of parameters in DDP's buckets; None for a fixed order."""
     replicas = map(replica_in, models)
     orders = [gradient_order(replica) if replica and _rebuilds_buckets(replica) else None for replica in replicas]
     return orders if any(orders) else None

@@ -1,4 +1,4 @@
-"""The steps of ``prepare`` that libraries replace or wrap on the Accelerator, under the names that they use."""
+"""The steps of ``prepare`` that libraries replace or wrap on the Accelerator, by their names."""
 
 from __future__ import annotations
 

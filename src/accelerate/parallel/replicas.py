@@ -155,7 +155,7 @@ def _add_unit_hooks(
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a leaf that requires gradients, if its dtype allows that."""
+    """Return ``tensor`` as a leaf that requires gradients, if its dtype has any."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 

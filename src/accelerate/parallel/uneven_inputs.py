@@ -25,7 +25,7 @@ def join_uneven_inputs(
     configured: bool,
     override: bool | None,
 ) -> Iterator[None]:
-    """Enter a context in which a rank that runs out of batches joins the other ranks' collectives.
+    """Enter a context in which a rank without further batches joins the other ranks' collectives.
 
     Args:
         joinables: prepared models (and other ``Joinable`` objects).

@@ -302,7 +302,7 @@ class GradientState:
         return {key: window.count for key, window in self._windows.items()}
 
     def continue_windows(self, windows: Mapping[Hashable, int]) -> None:
-        """Continue inside these windows, and in those that begin at :attr:`step`, which already have gradients."""
+        """Continue inside these windows, and in those from :attr:`step` on with gradients already."""
         self.protects_gradients = True
         self._restored_open = self._restored_count % self.num_steps != 0
         for key, count in windows.items():

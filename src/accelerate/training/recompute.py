@@ -1,4 +1,4 @@
-"""Activation checkpointing: which modules to recompute in the backward, and which results to keep.
+"""Activation checkpointing: the modules to recompute in the backward, and the results to keep.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022, keep what is expensive to compute and small.

@@ -1,4 +1,4 @@
-"""Checks against silent errors: replicas that differ, and hardware that computes or stores wrong values. Internal.
+"""Checks against silent errors: differing replicas, and hardware that computes or stores wrong values. Internal.
 
 - `replica_check`: compare parameters and optimizer states of replicas bit by bit.
 - `hardware_check`: recompute an update, and compare.

@@ -112,7 +112,7 @@ class Mpirun(LaunchEngine):
         return hosts
 
     def run(self, plan: LaunchPlan) -> int:
-        """Run mpirun and return its exit code, which is that of the first failing rank."""
+        """Run mpirun and return its exit code, the one of the first failing rank."""
         return run_command(plan, "install Open MPI, MPICH, Intel MPI or MVAPICH")
 
 

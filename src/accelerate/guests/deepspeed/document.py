@@ -47,7 +47,7 @@ class PreparedObjects:
 
 
 def check(plugin: DeepSpeedPlugin, prepared: PreparedObjects) -> None:
-    """Check that configuration and code agree on which of them creates the optimizer and the scheduler.
+    """Check that exactly one of configuration and code creates the optimizer, and likewise the scheduler.
 
     Raises:
         PreparationError: both create one, or neither does.

@@ -448,7 +448,7 @@ def _fresh(arguments: PreparedArguments, role: Role) -> Iterator[PreparedArgumen
 
 
 def _scheduler_of_deepspeed(arguments: PreparedArguments) -> PreparedArgument | None:
-    """Return the argument that is one of DeepSpeed's schedules, which aren't torch schedulers."""
+    """Return the argument that is one of DeepSpeed's own schedules, not a torch scheduler."""
     names: Sequence[str] = require("deepspeed.runtime.lr_schedules", "deepspeed").VALID_LR_SCHEDULES
     return next((argument for argument in arguments.of(Role.FOREIGN) if type(argument.current).__name__ in names), None)
 

@@ -263,7 +263,7 @@ class Candidate:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """The candidate layouts in the order of trial, up to the chosen one, which is the first that fits."""
+    """The candidate layouts in the order of trial, ending with the first that fits."""
 
     model: str
     gpus: int

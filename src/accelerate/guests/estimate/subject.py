@@ -282,7 +282,7 @@ def _images(config: object, batch: int) -> torch.Tensor:
 
 
 class _Reached(BaseException):
-    """The signal that a script calls ``prepare``; not an ``Exception``, which the script might catch."""
+    """The signal that a script calls ``prepare``; no ``Exception``, or the script might catch it."""
 
     def __init__(self, objects: Sequence[object]) -> None:
         self.objects = objects

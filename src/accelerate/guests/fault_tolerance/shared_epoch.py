@@ -41,7 +41,7 @@ class SharedEpoch:
 
     @property
     def num_left(self) -> int:
-        """The number of samples that no rank has taken, or that were returned."""
+        """The number of samples not taken by any rank, or returned since."""
         return len(self._order) - self._position
 
     def has_step(self, members: Sequence[int]) -> bool:
@@ -102,7 +102,7 @@ class _Shares:
 
 
 def own_share(shares: Mapping[int, list[int]], rank: int) -> tuple[list[int], int]:
-    """Return the indices that ``rank`` reads, and the number of them that count."""
+    """Return the indices for ``rank`` to read, and how many of them count."""
     own = shares[rank]
     return (own, len(own)) if own else (next(share for share in shares.values() if share)[:1], 0)
 

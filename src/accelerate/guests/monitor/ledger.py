@@ -98,7 +98,7 @@ class Account:
         return copy
 
     def settle(self) -> None:
-        """Remove time that was counted twice, so that no kind is negative."""
+        """Remove time counted twice, so that no kind is negative."""
         short = -self.seconds.get(STEP, 0.0)
         for part in (HANG, COMPILE, EVALUATION, DATA_WAIT):
             if short > 0:

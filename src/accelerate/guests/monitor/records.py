@@ -183,7 +183,7 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _tell_launcher(path: Path) -> None:
-    """Tell the launcher, if any, this process's file, so that it can record an end that the process can't."""
+    """Tell the launcher, if any, this process's file, to record a sudden end in it."""
     folder = read(RECORDS_VARIABLE)
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):

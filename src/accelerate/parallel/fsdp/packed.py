@@ -32,7 +32,7 @@ def check_packed(model: torch.nn.Module) -> None:
 
 
 def store_as(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """View packed weights as ``dtype``, so that mixed precision, which casts to it, keeps their bits.
+    """View packed weights as ``dtype``, so that casts to it keep their bits.
 
     Also stop bitsandbytes from repacking them for the CPU in evaluation, because the gathered weights belong to FSDP.
     """

@@ -351,7 +351,7 @@ def _trace_and_split(model: nn.Module, points: Sequence[str], unused: dict[str, 
 
 
 def _remove_unused_inputs(graph: fx.Graph, unused: Iterable[str]) -> None:
-    """Remove the inputs that keep their defaults, and the nodes that check them, from the graph."""
+    """Remove inputs left at their defaults, and the checks of these, from the graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs[len(inputs) - len(set(unused)) :]:  # they come last
         doomed = {node}
@@ -378,7 +378,7 @@ def graph_attributes(graph: fx.Graph, *owners: nn.Module) -> dict[str, Any]:
 
 
 def split_graph(graph: fx.Graph, starts: Sequence[fx.Node], named: dict[str, Any]) -> list[nn.Module]:
-    """Split ``graph`` at ``starts`` into modules, each of which passes on all values that later ones use.
+    """Split ``graph`` at ``starts`` into modules; each passes on all values for later ones.
 
     Args:
         named: the modules, parameters and buffers that the graph's nodes refer to.

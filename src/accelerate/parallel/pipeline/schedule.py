@@ -278,7 +278,7 @@ def _stage_class() -> type:
 
     @final
     class UnreducedStage(PipelineStage):
-        """A stage that returns a flat tuple of contiguous tensors, so that ranks can send them.
+        """A stage that returns a flat tuple of contiguous tensors, ready to be sent.
 
         :meth:`PipelineSchedule.reduce` reduces its gradients.
         """

@@ -1,4 +1,4 @@
-"""Exchange a model's tensors in buckets, from the ranks that hold regions to the ranks that receive whole tensors.
+"""Exchange a model's tensors in buckets: from ranks with regions to ranks that receive whole tensors.
 
 Every rank knows the regions of all others, so ranks send no requests. An exchange only copies; the sender may cast to
 another dtype.

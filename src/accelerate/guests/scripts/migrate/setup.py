@@ -84,7 +84,7 @@ def prepare(plan: Plan) -> dict[int, int]:
 
 @final
 class _UsePoint(ast.expr):
-    """A position in a scope that needs the Accelerator, where the script has no node that uses it."""
+    """A position that needs the Accelerator, in a scope without a node of its own for that."""
 
     def __init__(self, scope: Scope, offset: int) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class Script:
         return self.tree
 
     def owner(self, scope: Scope) -> ast.ClassDef | None:
-        """Return the class that contains the method that a function is, or is inside of."""
+        """Return the class of the method that a function is, or is nested in."""
         return next((outer for outer in self.ancestors(scope) if isinstance(outer, ast.ClassDef)), None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
