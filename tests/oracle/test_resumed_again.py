@@ -1,8 +1,8 @@
 """A run that is saved and resumed three times in a row reads what the undisturbed run reads, whatever its loader.
 
-Every kind of loader is resumed with new objects from `save_state`, in the middle of an epoch, at its last batch and in
-the next one, on 1, 2 and 4 ranks, read in the process and by two workers. A few kinds in every test run; ``RUN_SLOW=1``
-for all.
+Every kind of loader is resumed with new objects from `save_state`, in the middle of an epoch, after one batch more (by
+one of two workers), at its last batch and in the next one, on 1, 2 and 4 ranks, read in the process and by two workers.
+A few kinds in every test run; ``RUN_SLOW=1`` for all.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def chains(kind: str, reader: str, num_workers: int, folder: str) -> list[tuple[
     read(loader, -1, expected)
     length = len(expected) // EPOCHS
     results = []
-    stops_of_chains = [[1, 2, length - 1], [length - 1, length, length + 1]]
+    stops_of_chains = [[1, 2, length - 1], [length - 1, length, length + 1], [5, 6, 7]]
     for number, stops in enumerate(stops_of_chains):
         found: list[list[int]] = []
         for run, until in enumerate([*stops, -1]):
@@ -314,7 +314,7 @@ if not IS_SLOW:
             ("noted stream", "dispatched stateful", 0),
             ("divided stateful stream", "stateful", 0),
         ],
-        "in workers": [("stateful stream", "stateful", 2)],
+        "in workers": [("stateful stream", "stateful", 2), ("noted stream", "stateful", 2)],
     }
 
 

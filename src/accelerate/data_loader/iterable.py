@@ -235,6 +235,34 @@ def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
 
 
 @final
+class UnreadWorkers:
+    """The workers of a resumed torchdata loader that have yielded no batch yet, and the states they resumed from.
+
+    torchdata asks each worker for its state once it has loaded one. A dataset that applies a loaded state in its next
+    pass still answers with an earlier state, so until a worker yields, its state is the one that it loaded.
+    """
+
+    def __init__(self, loaded: Mapping[str, Any], started: Mapping[str, Any]) -> None:
+        before, after = loaded["_snapshot"], started["_snapshot"]
+        self._step: int = after["_snapshot_step"]
+        is_at_start = before["_snapshot_step"] == self._step
+        self._loaded: dict[str, Any] = dict(before["_worker_snapshots"]) if is_at_start else {}
+        self._answers: Mapping[str, Any] = after["_worker_snapshots"]
+
+    def correct(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` of torchdata's loader with the loaded states of the workers that have yielded no batch."""
+        snapshot = state["_snapshot"]
+        workers = snapshot["_worker_snapshots"]
+        if snapshot["_snapshot_step"] > self._step:
+            self._loaded.pop(f"worker_{snapshot['_last_yielded_worker_id']}", None)
+        for name in [name for name in self._loaded if not _is_equal(workers[name], self._answers[name])]:
+            del self._loaded[name]
+        if not self._loaded:
+            return state
+        return {**state, "_snapshot": {**snapshot, "_worker_snapshots": {**workers, **self._loaded}}}
+
+
+@final
 class StreamReader:
     """One pass over an iterable dataset, from its beginning or a resume position."""
 
@@ -264,6 +292,7 @@ class StreamReader:
         self._later_part: StreamFrom | None = None  # the dataset without these samples, if it isn't sharded here
         self._dataset_state: Any = None
         self._loader_state: Any = None
+        self._unread_workers: UnreadWorkers | None = None
         self._ahead: Mapping[str, Any] = {}  # the random streams from which to draw the next batch
         self._in_process = loader.num_workers == 0
         # A single worker reads in order too, but a persistent one would skip the samples in later epochs as well.
@@ -374,7 +403,10 @@ class StreamReader:
         reader: Any = loader.reader(dataset, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
         if self._loader_state is not None:
             reader.load_state_dict(self._loader_state)
-        return iter(reader)
+        batches = iter(reader)
+        if self._loader_state is not None and not self._in_process:
+            self._unread_workers = UnreadWorkers(self._loader_state, reader.state_dict())
+        return batches
 
     def _first_samples(self) -> list[object]:
         """Read the epoch's first samples again, with the same random streams. This moves the dataset's position."""
@@ -428,7 +460,8 @@ class StreamReader:
         own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
         if self.loader.use_stateful_dataloader:
             reader: Any = self.loader.base_dataloader
-            own["loader"] = reader.state_dict()
+            state = reader.state_dict()
+            own["loader"] = state if self._unread_workers is None else self._unread_workers.correct(state)
             if self._in_process:  # the reader itself counts from the position at which its pass resumed
                 own["loader"].update(_num_yielded=num_batches, _sampler_iter_yielded=num_batches)
         if self._keeps_state:

@@ -462,15 +462,24 @@ class StatefulShardedStream(IterableDataset[Any]):
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
         self._start: Any = None
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None  # until the pass that resumes from it begins
+        self._unread: Mapping[str, Any] | None = None  # the same until that pass yields a sample
 
     def __iter__(self) -> Iterator[object]:
         loaded, self._loaded = self._loaded, None
         self._start = self.shard.dataset.state_dict() if loaded is None else loaded["start"]
-        return iter(()) if loaded is not None and self.shard.has_ended else self.shard.draw()
+        return iter(()) if loaded is not None and self.shard.has_ended else self._draw()
+
+    def _draw(self) -> Iterator[object]:
+        for sample in self.shard.draw():
+            self._unread = None
+            yield sample
+        self._unread = None
 
     def state_dict(self) -> dict[str, object]:
         """Return the dataset's current state, and the one at the epoch's start for padding samples."""
+        if self._unread is not None:  # a dataset may apply a loaded state when it is read, and until then tell another
+            return dict(self._unread)
         stream = self.shard.dataset.state_dict()
         return {"start": self._start, "stream": stream, "has_ended": self.shard.has_ended}
 
@@ -483,7 +492,8 @@ class StatefulShardedStream(IterableDataset[Any]):
                 first = list(islice(iter(stream), shard.global_batch_size))
             shard.first_global_batch = (lambda: first) if first else None
         stream.load_state_dict(state["stream"])
-        shard.has_ended, self._loaded = state["has_ended"], state
+        shard.has_ended = state["has_ended"]
+        self._loaded = self._unread = state
 
 
 @final

@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..optional import require
-from .base import GeneralTracker, as_numbers, on_main_process, queued
+from .base import RunTracker, on_main_process
 
 
-class SwanLabTracker(GeneralTracker):
+class SwanLabTracker(RunTracker):
     """A tracker that writes to a run of the SwanLab project ``run_name``; ``kwargs`` go to ``swanlab.init``."""
 
     name = "swanlab"
-    requires_logging_directory = False
-    logs_in_background = True
-    main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-        self._is_finished = False
-
-    @on_main_process
-    def start(self) -> None:
-        self._swanlab = require("swanlab", "swanlab", purpose="log_with='swanlab'")
-        self.run = self._swanlab.init(project=self.run_name, **self.init_kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The ``swanlab`` run."""
-        return self.run
+    _is_finished: bool = False
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(values)
-
-    @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        self.run.log(as_numbers(values), step=step, **kwargs)
-
-    @queued
-    def log_images(self, values: Mapping[str, Iterable[object]], step: int | None = None, **kwargs: object) -> None:
-        """Log each value, a list of images, under its key."""
-        for key, images in values.items():
-            self.log({key: [self._swanlab.Image(image) for image in images]}, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

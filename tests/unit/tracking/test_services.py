@@ -81,6 +81,8 @@ def test_trackio_logs_with_a_step_only_where_there_is_one(service: Any) -> None:
     tracker.log({"loss": 1})
     tracker.log({"loss": 2}, step=5)
     assert tracker.run.log.call_args_list == [call({"loss": 1}), call({"loss": 2}, step=5)]
+    tracker.log_images({"digits": [1, 2]}, step=6)
+    assert tracker.run.log.call_args == call({"digits": [trackio.Image.return_value] * 2}, step=6)
     tracker.finish()
     tracker.run.finish.assert_called_once_with()
 
