@@ -18,6 +18,7 @@ from accelerate.settings.fsdp import FSDP_SHARDING_STRATEGY, FsdpOptions
 from accelerate.settings.option import option_of, options_of
 from accelerate.settings.run import collect
 from accelerate.settings.tree import encode_settings
+from accelerate.versions import is_torch_version
 
 #: By option: a value other than its default, and the versions that read it.
 VALUES: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
@@ -120,6 +121,9 @@ def test_an_option_that_a_version_does_not_read_is_named_once(
     options = {**BESIDE.get(name, {}), "fsdp_version": version, name: value}
     if name == "fsdp_version":
         options[name] = version
+    is_plugin = road in ("argument", "environment of a plugin")
+    if (name, version, is_plugin) == ("ignored_modules", 2, True) and not is_torch_version(">=", "2.7.0"):
+        pytest.skip("before torch 2.7, version 2 can't leave modules out")
     found, refusal = remarks(road, options, tmp_path)
     if name == "sharding_strategy" and version == 2 and road in ("flag", "file", "environment"):
         assert not refusal and "reshard_after_forward: false" in found[0] and len(found) == 1
