@@ -314,7 +314,7 @@ if not IS_SLOW:
             ("noted stream", "dispatched stateful", 0),
             ("divided stateful stream", "stateful", 0),
         ],
-        "in workers": [("stateful stream", "stateful", 2), ("noted stream", "stateful", 2)],
+        "in workers": [("noted stream", "stateful", 2)],
     }
 
 
