@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from ..distributed.store_requests import RequestThread, StoreTimeout, read_present
@@ -91,12 +91,18 @@ class Ranks:
         assert all_values is not None
         return all_values[self.rank]
 
-    def agree(self, error: Exception | None, what: str, *, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raise on every rank if any rank passes an error.
+    @contextmanager
+    def fail_together(self, what: str, *, kind: type[CheckpointError] = CheckpointError) -> Generator[None]:
+        """Enter a block that raises on every rank if it fails on any; the ranks agree on that at its end.
 
         Raises:
-            CheckpointError: a rank failed; the text names each that did, and why.
+            CheckpointError: of `kind`, if a rank failed to do `what`; the text names each that did, and why.
         """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as problem:  # of any type: an object store has many; raised again below
+            error = problem
         text = None if error is None else f"{type(error).__name__}: {error}"
         if self._store_collectives is not None:
             failed = self._store_collectives.combine(text, _failures)

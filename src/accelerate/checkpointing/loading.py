@@ -268,14 +268,8 @@ def find_newest(root: str | PathLike[str], world: World | None = None) -> Loaded
 
 def _candidates(root: str | PathLike[str] | Storage, ranks: Ranks) -> list[str]:
     """Return the addresses of all committed checkpoints in ``root``, newest first."""
-    error: Exception | None = None
-    found: Sequence[tuple[object, Storage]] = []
-    try:
-        if ranks.is_main:
-            found = list_committed(root)
-    except Exception as problem:  # network errors have many types; raised again on every rank
-        error = problem
-    ranks.agree(error, f"look for checkpoints in {root}")
+    with ranks.fail_together(f"look for checkpoints in {root}"):
+        found = list_committed(root) if ranks.is_main else []
     return _broadcast_addresses(found, ranks)
 
 
@@ -350,12 +344,8 @@ class Loading:
         try:
             with ExitStack() as self._files:
                 for phase in (self._read, self._load):
-                    error: Exception | None = None
-                    try:
+                    with self.ranks.fail_together(f"load {self.found.folder}"):
                         phase()
-                    except Exception as problem:  # raised again below, after the other ranks have been told
-                        error = problem
-                    self.ranks.agree(error, f"load {self.found.folder}")
         finally:
             self.store.close()
         forget(self.run.optimizers)

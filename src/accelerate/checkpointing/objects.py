@@ -226,20 +226,13 @@ def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Callable[
         return
     what = f"save {store.folder}"
     hook_folder = _HookFolder(store, staging)
-    error: Exception | None = None
     try:
-        try:
+        with store.ranks.fail_together(what):
             if staging.is_committer:
                 hook_folder.prepare()
-        except (OSError, CheckpointError) as problem:
-            error = problem
-        store.ranks.agree(error, what)
-        try:
+        with store.ranks.fail_together(what):
             for hook in hooks:
                 hook(str(store.folder))
-        except Exception as problem:  # the hook's own error; raised again after every rank's hooks have ended
-            error = problem
-        store.ranks.agree(error, what)
     finally:
         if staging.is_committer:
             hook_folder.close()

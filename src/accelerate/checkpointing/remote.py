@@ -94,19 +94,12 @@ class RemoteStore(Store):
         gathered = self.ranks.all_gather(records)
         owners = {name: rank for rank in reversed(range(len(gathered))) for name in gathered[rank]}
         target = self._upload_target()
-        error: Exception | None = None
-        try:
+        with self.ranks.fail_together(what):
             self._upload(target, [name for name in records if owners[name] == self.ranks.rank])
-        except Exception as problem:  # network errors have many types; raised again on every rank
-            error = problem
-        self.ranks.agree(error, what)
-        try:
+        with self.ranks.fail_together(what):
             if self.ranks.is_main and mine is not None:
                 files = {name: FileRecord(*gathered[rank][name]) for name, rank in sorted(owners.items())}
                 self._commit_manifest(target, replace(mine, files=files, replaces=self._replaced(files)))
-        except Exception as problem:  # network errors have many types; raised again on every rank
-            error = problem
-        self.ranks.agree(error, what)
         if staging.is_committer:
             shutil.rmtree(self._local_store.folder.parent, ignore_errors=True)
 
@@ -170,13 +163,9 @@ class RemoteStore(Store):
 
     def require(self) -> None:
         """Raise CheckpointNotFound on every rank if there are no files at the address."""
-        error: Exception | None = None
-        try:
+        with self.ranks.fail_together(f"load {self.address}", kind=CheckpointNotFound):
             if self.ranks.is_main and not self._source().files():
-                error = CheckpointNotFound(f"no checkpoint at {self.address}")
-        except Exception as problem:  # network errors have many types; raised again on every rank
-            error = problem
-        self.ranks.agree(error, f"load {self.address}", kind=CheckpointNotFound)
+                raise CheckpointNotFound(f"no checkpoint at {self.address}")
 
     def problem(self) -> str | None:
         """Download the files to a local disk of each node; return why they must not be loaded, or None if valid."""

@@ -361,13 +361,8 @@ def _warn_of_absent_ranks(participants: CallParticipants, store: Store) -> None:
 
 def _on_main(ranks: Ranks, what: str, call: Callable[[], int]) -> int:
     """Call ``call()`` on the main process, and return its result on every rank."""
-    error: Exception | None = None
-    found = 0
-    try:
+    with ranks.fail_together(what):
         found = call() if ranks.is_main else 0
-    except Exception as problem:  # network errors have many types; raised again on every rank
-        error = problem
-    ranks.agree(error, what)
     return ranks.all_gather(found)[0]
 
 

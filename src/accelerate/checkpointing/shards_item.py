@@ -110,13 +110,8 @@ class ShardsItem(CheckpointItem):
 
     def _step(self, act: Callable[[], T]) -> T:
         """Return the result of ``act()`` if it succeeded on every rank; else raise on all ranks."""
-        error: Exception | None = None
-        result: Any = None
-        try:
+        with self._ranks.fail_together(f"save {self.folder}"):
             result = act()
-        except Exception as problem:  # raised again on every rank by agree()
-            error = problem
-        self._ranks.agree(error, f"save {self.folder}")
         return result
 
     def _prepare(self) -> None:

@@ -235,14 +235,9 @@ class Store(ABC):
         Raises:
             CheckpointError: on every rank, if any rank failed; the text has that rank and its reason.
         """
-        what = f"save {self.address}"
         try:
-            try:
+            with self.ranks.fail_together(f"save {self.address}"):
                 yield
-            except Exception as error:  # raised again after the other ranks have been told
-                self.ranks.agree(error, what)
-                raise
-            self.ranks.agree(None, what)
         except BaseException:  # also when the program is being ended
             self.abandon(staging)
             raise
@@ -350,25 +345,18 @@ class CheckpointStore(Store):
 
     def _stage(self, staging: StagingDirectory) -> None:
         what = f"save {self.folder}"
-        error: Exception | None = None
-        try:
+        with self.ranks.fail_together(what):
             if self.ranks.is_main:
                 self._make_staging(staging)
-        except OSError as problem:
-            error = problem
-        self.ranks.agree(error, what)
         first = next(path for path in self._staged(staging) if path is not None)
-        try:
+        with self.ranks.fail_together(what):
             if self.ranks.is_local_main and not first.exists():
                 self._make_staging(staging)  # this node has a disk of its own
-        except OSError as problem:
-            error = problem
-        self.ranks.agree(error, what)
         folders = [path for path in self._staged(staging) if path is not None]
-        visible = [path for path in folders if path.exists()]
-        if not visible:
-            error = FileNotFoundError(f"none of the staging folders is visible on this rank: {folders[0]}")
-        self.ranks.agree(error, what)
+        with self.ranks.fail_together(what):
+            visible = [path for path in folders if path.exists()]
+            if not visible:
+                raise CheckpointError(f"none of the staging folders is visible on this rank: {folders[0]}")
         staging.folder = visible[0]
         staging.is_writer = staging.is_committer and (self.ranks.is_main or self.on_each_node)
 
@@ -415,20 +403,13 @@ class CheckpointStore(Store):
         what = f"commit {self.folder}"
         records = {name: (record.size, record.crc32) for name, record in staging.records.items()}
         gathered = self.ranks.all_gather((staging.folder, records, staging.pickled, staging.details))
-        error: Exception | None = None
-        try:
+        with self.ranks.fail_together(what):
             if staging.is_committer:
                 mine = [entry for entry in gathered if entry[0] == staging.folder]
                 self._write_manifest(staging.folder, mine, staging.description)
-        except (OSError, CheckpointError) as problem:
-            error = problem
-        self.ranks.agree(error, what)
-        try:
+        with self.ranks.fail_together(what):
             if staging.is_committer:
                 self._move_to_target(staging.folder)
-        except (OSError, CheckpointError) as problem:
-            error = problem
-        self.ranks.agree(error, what)
         if staging.is_committer:
             self._remove_leftovers()
 
@@ -591,17 +572,13 @@ class CheckpointStore(Store):
         Raises:
             CheckpointNotFound: on every rank, if any rank doesn't see it.
         """
-        error: Exception | None = None
         for chosen in (self.ranks.is_main, self.ranks.is_local_main):  # then on nodes with their own disks
-            try:
+            with self.ranks.fail_together(f"finish the commit of {self.folder}"):
                 if chosen:
                     self.recover()
-            except (OSError, CheckpointError) as problem:
-                error = problem
-            self.ranks.agree(error, f"finish the commit of {self.folder}")
-        if not self.folder.is_dir():
-            error = CheckpointNotFound(f"no checkpoint folder at {self.folder}")
-        self.ranks.agree(error, f"load {self.folder}", kind=CheckpointNotFound)
+        with self.ranks.fail_together(f"load {self.folder}", kind=CheckpointNotFound):
+            if not self.folder.is_dir():
+                raise CheckpointNotFound(f"no checkpoint folder at {self.folder}")
 
     # ------------------------------------------------------------------------------------------ leftovers
 

@@ -269,13 +269,10 @@ def save_model(
     if not on_each_node or (world is not None and world.members is not None):  # its ranks are on one machine
         write_on_main(world, "save_model", str(save_directory), write, what, moment=moment)
         return
-    ranks, error = Ranks(world), None
-    try:
+    ranks = Ranks(world)
+    with ranks.fail_together(what):
         if ranks.is_local_main:
             write()
-    except Exception as problem:  # raised again on every rank by agree()
-        error = problem
-    ranks.agree(error, what)
 
 
 @contextmanager

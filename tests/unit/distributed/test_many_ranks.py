@@ -84,7 +84,8 @@ def agrees(coordinator: Coordinator) -> None:
 def saves(coordinator: Coordinator) -> tuple[list[int], str]:
     exchange = StoreCollectives(coordinator, "save/1")
     gathered = exchange.all_gather(coordinator.rank)
-    Ranks(World.pretend(coordinator.rank, coordinator.size), exchange).agree(None, "save")
+    with Ranks(World.pretend(coordinator.rank, coordinator.size), exchange).fail_together("save"):
+        pass
     collected = exchange.gather(f"plan {coordinator.rank}")
     mine = exchange.scatter(collected)
     exchange.close()
