@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from accelerate import Accelerator
+from accelerate.distributed.collectives import MaxReducer
 from accelerate.errors import CollectiveError, MemoryExhausted
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import GradientAccumulationPlugin
-from accelerate.training.oom_retry import CoordinatedPass, MaxReducer
+from accelerate.training.oom_retry import CoordinatedPass
 from tests import mesh_runs
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import Block

@@ -15,7 +15,7 @@ import json
 import warnings
 from collections.abc import Callable
 from itertools import permutations
-from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args, overload
+from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, final, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -565,6 +565,34 @@ def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale:
         result = result * scale
     is_count = tensor.dtype == torch.bool and reduction == "sum"
     return result.to(tensor.device) if is_count or scale != 1.0 else result.to(tensor.device, tensor.dtype)
+
+
+@final
+class MaxReducer:
+    """An all-reduce of the maximum of a few integers, which allocates no memory."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self._world = world
+        on_host = world.backend is None or world.backend == "mpi" or "gloo" in world.backend
+        self._numbers = torch.zeros(count, dtype=torch.int64, device="cpu" if on_host else world.device)
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the maximum over ranks of each number; a collective."""
+        world = self._world
+        if world.size == 1:
+            return list(numbers)
+        self._numbers.copy_(torch.tensor(numbers))
+        work: Any = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=world.group, async_op=True)
+        if self._numbers.is_cpu and world.coordinator is not None:
+            world.coordinator.wait_for_work(work)
+        else:
+            work.wait()
+        return self._numbers.tolist()
+
+
+def max_over_ranks(world: World, *numbers: int) -> list[int]:
+    """Return the maximum over ranks of each number; a collective."""
+    return MaxReducer(world, len(numbers)).largest(*numbers)
 
 
 # -- pad --------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar, cast, final
 
 import torch
-import torch.distributed as dist
 
 from ..devices.memory import clear_device_cache, should_reduce_batch_size
+from ..distributed.collectives import MaxReducer
 from ..distributed.random import capture_rng_states, restore_rng_states
 from ..distributed.world import World
 from ..errors import CollectiveError, MemoryExhausted, SettingError
@@ -394,29 +394,6 @@ _WAITING: Final = "_c10d_functional::wait_tensor"
 
 class _PassAborted(Exception):
     """Another rank has aborted the pass."""
-
-
-@final
-class MaxReducer:
-    """An all-reduce of the maximum of a few integers, which allocates no memory."""
-
-    def __init__(self, world: World, count: int) -> None:
-        self._world = world
-        on_host = world.backend is None or world.backend == "mpi" or "gloo" in world.backend
-        self._numbers = torch.zeros(count, dtype=torch.int64, device="cpu" if on_host else world.device)
-
-    def largest(self, *numbers: int) -> list[int]:
-        """Return the maximum over ranks of each number; a collective."""
-        world = self._world
-        if world.size == 1:
-            return list(numbers)
-        self._numbers.copy_(torch.tensor(numbers))
-        work: Any = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=world.group, async_op=True)
-        if self._numbers.is_cpu and world.coordinator is not None:
-            world.coordinator.wait_for_work(work)
-        else:
-            work.wait()
-        return self._numbers.tolist()
 
 
 @final

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...distributed.collectives import gather_object
+from ...distributed.collectives import gather_object, max_over_ranks
 from ...distributed.random import capture_rng_states, restore_rng_states
 from ...distributed.world import World
 from ...errors import HardwareError, HardwareWarning, SettingError
@@ -265,12 +265,10 @@ class _UpdateCheck:
         """Return whether all ranks recompute the same ``count`` of passes, if these have collectives."""
         if self._world.size == 1 or not recorder.has_collectives:
             return True
-        counts = torch.tensor([count, -count], device=self._world.device)
-        dist.all_reduce(counts, dist.ReduceOp.MIN, self._world.group)
-        fewest, most = counts.tolist()
-        if fewest != -most:
+        most, fewest = max_over_ranks(self._world, count, -count)
+        if most != -fewest:
             self._say(f"passes of {type(recorder.model).__name__}, since not all ranks can compute theirs again")
-        return fewest == -most
+        return most == -fewest
 
     def _replay(self, recorder: PassRecorder, forwards: Sequence[Forward], of: str = "") -> Checksums:
         try:
@@ -299,9 +297,7 @@ class _UpdateCheck:
         answer = self._computed_for_another(recorder, given)
         next_rank = (world.rank + 1) % world.size
         differs = self._compare(own, self._pass_on(answer, -1), _NEIGHBOUR, next_rank)
-        doubts = torch.tensor([int(differs)], device=world.device)
-        dist.all_reduce(doubts, dist.ReduceOp.MAX, world.group)
-        if int(doubts):
+        if any(max_over_ranks(world, differs)):
             self._proven.update(name + _FOR_ANOTHER for name in answer if name + _AGAIN in self._proven)
             self._compare(answer, self._computed_for_another(recorder, given), _FOR_ANOTHER)
 
@@ -378,14 +374,9 @@ class _UpdateCheck:
         """
         found, world = self._findings, self._world
         self._findings = []
-        if world.size > 1:
-            count = torch.tensor([len(found)], device=world.device)
-            dist.all_reduce(count, dist.ReduceOp.MAX, world.group)
-            if not int(count):
-                return
-            found = gather_object(found, world=world)
-        if not found:
+        if not any(max_over_ranks(world, len(found))):
             return
+        found = gather_object(found, world=world)
         proven = self._faults(found)
         for each in found:
             if each not in proven:

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...distributed.collectives import gather_object, max_over_ranks
 from ...distributed.world import World
 from ...errors import ReplicaError, ReplicaWarning
 from ...parallel.gradient_norm import local_tensor
@@ -88,9 +89,8 @@ class Replicas:
         if world.size == 1 or world.kind.runtime:
             return None
         held, reason = self._held()
-        number = torch.tensor([_REASONS.index(reason)], device=world.device)
-        dist.all_reduce(number, dist.ReduceOp.MAX, world.group)  # all ranks compare, or none does
-        if reason := _REASONS[int(number)]:
+        (number,) = max_over_ranks(world, _REASONS.index(reason))  # all ranks compare, or none does
+        if reason := _REASONS[number]:
             if world.is_main and reason is not _ALONE:
                 logger.warning("what replicas hold isn't compared: %s", reason)
             return None
@@ -304,11 +304,6 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
 
 def _first(own: Difference | None, world: World) -> Difference | None:
     """Return the first rank's difference on every rank; a collective."""
-    found = torch.tensor([world.rank if own is not None else world.size], device=world.device)
-    dist.all_reduce(found, dist.ReduceOp.MIN, world.group)
-    rank = int(found)
-    if rank == world.size:
+    if not any(max_over_ranks(world, own is not None)):
         return None
-    one: list[Any] = [own]
-    dist.broadcast_object_list(one, rank, world.group, world.device)
-    return one[0]
+    return next(found for found in gather_object([own], world=world) if found is not None)
