@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
     from .parallel.streaming.stream import Adapters, WeightStream
+    from .plugins import Engine
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -63,9 +64,7 @@ if TYPE_CHECKING:
     )
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .precision.base import ConversionReport, Precision
-    from .settings.deepspeed import DeepSpeedOptions
     from .settings.labels import DynamoBackend, PrecisionType, RNGType
-    from .settings.megatron import MegatronOptions
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
     from .training.averaging import WeightAverage
@@ -129,10 +128,10 @@ class Accelerator(ReplaceableSteps):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
+        deepspeed_plugin: Engine | Mapping[str, Engine] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronOptions | None = None,
+        megatron_lm_plugin: Engine | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
         log_with: str
         | LoggerType
@@ -146,7 +145,7 @@ class Accelerator(ReplaceableSteps):
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | DynamoBackend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
+        deepspeed_plugins: Engine | Mapping[str, Engine] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from . import seams
 from .callers import warn_of_old_spelling
 from .devices.hardware import is_bf16_available
 from .distributed.mesh import Mesh
@@ -23,10 +22,10 @@ from .plugins.data import DataLoaderConfiguration
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
-from .seams import LoopHook, LoopHooks, check_is_there, loop_hooks
+from .seams import LoopHook, LoopHooks, check_is_there, load, loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
-from .settings.tree import ROWS, Group
+from .settings.tree import ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -258,15 +257,10 @@ def inherit_from_first(settings: Settings, arguments: Mapping[str, object], know
         settings.run.use_cpu = known["_world_cpu"]
     if settings.source_of("compile.backend").kind != "argument":
         settings.compile = known["dynamo_plugin"] or settings.compile
-    if not (arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"]):
-        settings.deepspeed = next(iter((known["deepspeed_plugins"] or {}).values()), None)
-    for group, plugin in (
-        ("fsdp", "fsdp_plugin"),
-        ("megatron", "megatron_lm_plugin"),
-        ("parallelism", "parallelism_config"),
-    ):
-        if arguments[plugin] is None:
-            setattr(settings, group, known.get(plugin))
+    for row in ROWS:
+        if row.condition and row.arguments and not any(arguments[name] for name in row.arguments):
+            earlier = known.get(row.arguments[-1])
+            settings.put(row.name, next(iter(earlier.values()), None) if isinstance(earlier, Mapping) else earlier)
 
 
 def complete_plugins(
@@ -284,10 +278,9 @@ def complete_plugins(
         variables = {"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version}
         env.set_variables_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
     for row in ROWS:
-        if row.is_engine and getattr(settings, row.name) is not None:
-            made, active = _complete_of(row, settings)(settings, arguments, known)
-            setattr(plugins, row.name, made)
-            setattr(settings, row.name, active)
+        if row.engine and getattr(settings, row.name) is not None:
+            plugins.engines[row.name], active = load(row.engine)(settings, arguments, known)
+            settings.put(row.name, active)
             env.set_variables_for(owner, {str(settings.option_at(row.condition).env): True})
     if settings.parallelism is not None:
         from .plugins.parallelism import ParallelismConfig
@@ -295,16 +288,6 @@ def complete_plugins(
         settings.parallelism = plugins.parallelism = ParallelismConfig.of(settings.parallelism)
         settings.take_handlers()
     return plugins
-
-
-def _complete_of(group: Group, settings: Settings) -> Callable[..., tuple[object, object]]:
-    """Return the function of a guest that completes the engine's plugin.
-
-    Raises:
-        SettingError: the guest's folder is missing.
-    """
-    seams.check_is_there(group.name, settings.quote(group.condition))
-    return seams.load(seams.guests()[group.name].plugin)
 
 
 def mesh(world: World, plugins: Plugins) -> Mesh:
@@ -319,15 +302,15 @@ def mesh(world: World, plugins: Plugins) -> Mesh:
         tp, pp, cp = (axes.get(axis, 1) for axis in ("tp", "pp", "cp"))
         return Mesh.of(world, dp_replicate=max(1, world.size // (tp * pp * cp)), tp=tp, pp=pp, cp=cp)
     config.fit(world.size, plugins.fsdp)
-    _check_engines(config, plugins.fsdp is not None, plugins.deepspeed is not None)
+    _check_engines(config, plugins.fsdp is not None, plugins.engine is not None)
     return config.mesh(world)
 
 
-def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: bool) -> None:
+def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_engine: bool) -> None:
     """Raise unless there is an engine for every axis of ``config``."""
     sharding = "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
-    has_shards = has_fsdp or has_deepspeed
-    for axis in config._active("pp", "cp", "tp") if has_deepspeed else ():
+    has_shards = has_fsdp or has_engine
+    for axis in config._active("pp", "cp", "tp") if has_engine else ():
         raise SettingError(
             f"{axis}_size={getattr(config, f'{axis}_size')} beside a DeepSpeedPlugin: its engine lays out the model "
             "itself. It has tensor parallelism of its own ('tensor_parallel': {'autotp_size': ...} in its config) and "
@@ -348,7 +331,7 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
             f"tp_size={config.tp_size} beside other axes takes FSDP2: {sharding}, or give all processes to one of them "
             f"({config.equation()})."
         )
-    if config.sp_enabled and (config.sp_backend == "deepspeed") != has_deepspeed:
+    if config.sp_enabled and (config.sp_backend == "deepspeed") != has_engine:
         raise SettingError(
             f"sp_size={config.sp_size} with sp_backend={config.sp_backend!r} "
             + (
@@ -367,7 +350,7 @@ def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -
     """
     asked = settings.run.mixed_precision
     if parameter_dtype is not None:
-        engine = next((row.name for row in ROWS if row.is_engine and getattr(settings, row.name) is not None), "")
+        engine = settings.engine
         if asked != "no" or engine:
             other = f"{engine}, which decides the dtype itself" if engine else settings.quote("run.mixed_precision")
             raise SettingError(f"parameter_dtype={parameter_dtype} contradicts {other}. Keep one of them.")

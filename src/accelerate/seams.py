@@ -275,9 +275,8 @@ class Guest:
         strategies: parallelism strategies.
         members: environment variable that a launcher sets -> ``module:function``, called with the rank of a process
             that joins such a world. It returns its :class:`Members`.
-        plugin: ``module:function`` of an engine that trains instead of the core, called with the settings, the
-            Accelerator's arguments and the state of the first Accelerator. It returns the plugin, or several by name,
-            and the one in use, in the run's precision. The engine's group of settings has the name of the folder.
+        settings: ``module:name`` of the rows of its groups of settings (``accelerate.settings.group.Group``).
+            The module is imported with the settings, so it imports neither torch nor an engine.
     """
 
     commands: tuple[Command, ...] = ()
@@ -287,7 +286,7 @@ class Guest:
     functions: Mapping[str, str] = field(default_factory=dict[str, str])
     strategies: tuple[Candidate, ...] = ()
     members: Mapping[str, str] = field(default_factory=dict[str, str])
-    plugin: str = ""
+    settings: str = ""
 
 
 @cache

@@ -20,7 +20,7 @@ from .distributed import process_control
 from .distributed.process_control import Guard, Parameters, Result
 from .distributed.world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
 from .errors import SettingError
-from .plugins import Plugins
+from .plugins import Engine, Plugins
 from .precision import choose as choose_precision
 from .settings.env import flag, restore_variables
 from .settings.labels import DistributedType
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, TorchDynamoPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .settings.deepspeed import DeepSpeedOptions
-    from .settings.megatron import MegatronOptions
     from .settings.run import Settings
 
 __all__ = [
@@ -50,8 +48,8 @@ __all__ = [
     "is_initialized",
 ]
 
-#: Attributes of AcceleratorState that exist only if the run uses FSDP or Megatron-LM.
-_PARADIGMS: Final = {"fsdp_plugin": "FSDP", "megatron_lm_plugin": "Megatron-LM"}
+#: Attributes of AcceleratorState that exist only if the run uses the engine.
+_PARADIGMS: Final = {name: row.options.option_group.title for row in ROWS if row.paradigm for name in row.arguments}
 
 
 def is_initialized() -> bool:
@@ -351,7 +349,7 @@ class AcceleratorState(_View):
     deepspeed_plugins: Mapping[str, Any] | None
     fsdp_plugin: FullyShardedDataParallelPlugin
     torch_tp_plugin: TorchTensorParallelPlugin | None
-    megatron_lm_plugin: MegatronOptions
+    megatron_lm_plugin: Any
     parallelism_config: ParallelismConfig | None
     device_mesh: DeviceMesh | None
 
@@ -360,10 +358,10 @@ class AcceleratorState(_View):
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None,
+        deepspeed_plugin: Engine | Mapping[str, Engine] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronOptions | None = None,
+        megatron_lm_plugin: Engine | None = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
@@ -392,8 +390,13 @@ class AcceleratorState(_View):
             }
         )
         world = join_world(cpu=settings.run.use_cpu, **kwargs)
+        engines = {"deepspeed": deepspeed_plugin, "megatron": megatron_lm_plugin}
         plugins = Plugins(
-            fsdp_plugin, deepspeed_plugin, megatron_lm_plugin, parallelism_config, dynamo_plugin, torch_tp_plugin
+            fsdp_plugin,
+            {name: plugin for name, plugin in engines.items() if plugin is not None},
+            parallelism_config,
+            dynamo_plugin,
+            torch_tp_plugin,
         )
         self._take(settings, world, plugins)
 
@@ -415,7 +418,7 @@ class AcceleratorState(_View):
         self._show(world)
         self._mixed_precision = str(settings.run.mixed_precision)
         self.dynamo_plugin = plugins.dynamo
-        deepspeed = plugins.deepspeed
+        deepspeed = plugins.engines.get("deepspeed")
         if deepspeed is not None and not isinstance(deepspeed, Mapping):
             deepspeed = {"default": deepspeed}
         self.deepspeed_plugins = deepspeed
@@ -423,8 +426,8 @@ class AcceleratorState(_View):
         # Programs ask with `hasattr` whether a run uses these, and then read them.
         if plugins.fsdp is not None:
             self.fsdp_plugin = plugins.fsdp
-        if plugins.megatron is not None:
-            self.megatron_lm_plugin = plugins.megatron
+        if "megatron" in plugins.engines:
+            self.megatron_lm_plugin = plugins.engines["megatron"]
         self.parallelism_config = plugins.parallelism
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")

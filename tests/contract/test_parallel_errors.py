@@ -183,13 +183,13 @@ DOCUMENTED: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = 
         "DeepSpeed config",
     ),
     "axes that DeepSpeed doesn't lay out": (
-        lambda: _check_engines(ParallelismConfig(tp_size=2), has_fsdp=False, has_deepspeed=True),
+        lambda: _check_engines(ParallelismConfig(tp_size=2), has_fsdp=False, has_engine=True),
         ValueError,
         "tp_size=2",
         "autotp_size",
     ),
     "stages beside DeepSpeed": (
-        lambda: _check_engines(ParallelismConfig(pp_size=2), has_fsdp=False, has_deepspeed=True),
+        lambda: _check_engines(ParallelismConfig(pp_size=2), has_fsdp=False, has_engine=True),
         ValueError,
         "pp_size=2",
         "FSDP2",

@@ -6,8 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from ..errors import SettingError
-from ..seams import check_is_there, guests, load
-from ..settings.option import options_of
+from ..seams import guests, load
 from .engine import LaunchEngine
 from .local import LocalProcesses, OneProcess
 from .torchrun import Torchrun
@@ -34,11 +33,8 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
     """Return the engine for the given settings: the named one, else the first that suits.
 
     Raises:
-        SettingError: the engine that was named can't do what else was asked for, or a guest isn't there that does.
+        SettingError: the engine that was named can't do what else was asked for.
     """
-    for info in options_of(type(settings.launch)):
-        if info.guest and settings.was_given(f"launch.{info.name}"):
-            check_is_there(info.guest, settings.quote(f"launch.{info.name}"))
     named = settings.cluster.launcher
     for engine in engines():
         if (named is None or engine.is_instead_of_others) and engine.suits(settings, host):

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final, final
 from ..cores import num_cores
 from ..distributed.environment import is_task
 from ..errors import SettingError, WorldError
-from ..optional import MEGATRON_REMEDY, can_be_found, installed_version
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
+from ..settings.tree import ROWS
 from ..wording import some_ranks
 from .plan import Program
 
@@ -150,16 +150,10 @@ def _missing_engine(settings: Settings) -> Iterable[str]:
     is_here = settings.cluster.launcher in (None, "local", "torchrun") and not settings.launch.no_python
     if not is_here:
         return
-    if settings.paradigm.use_deepspeed and installed_version("deepspeed") is None:
-        yield (
-            f"{settings.quote('paradigm.use_deepspeed')}, but 'deepspeed' isn't installed for {sys.executable}. "
-            'Install it with: pip install "accelerate[deepspeed]"'
-        )
-    if settings.paradigm.use_megatron_lm and not can_be_found("megatron.training"):
-        yield (
-            f"{settings.quote('paradigm.use_megatron_lm')}, but Megatron-LM ('megatron.training') isn't installed for "
-            f"{sys.executable}. {MEGATRON_REMEDY}"
-        )
+    for row in ROWS:
+        missing = row.missing() if row.missing is not None and getattr(settings, row.name) is not None else ""
+        if missing:
+            yield f"{settings.quote(row.condition)}, but {missing}"
 
 
 # ------------------------------ the program of ``accelerate launch --preflight``, run on every rank

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, final
 
 if TYPE_CHECKING:
-    from ..settings.deepspeed import DeepSpeedOptions
-    from ..settings.megatron import MegatronOptions
     from .fsdp import FullyShardedDataParallelPlugin
     from .handlers import TorchDynamoPlugin
     from .parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -29,21 +27,27 @@ class Engine(Protocol):
 class Plugins:
     """The plugins of a run, None if unused; settings and strategies share these objects.
 
-    ``deepspeed`` may be several plugins by name; one of them is selected.
+    ``engines`` are by the names of their groups of settings; one may be several plugins by name, of which one is
+    selected.
     """
 
     fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedOptions | Mapping[str, DeepSpeedOptions] | None = None
-    megatron: MegatronOptions | None = None
+    engines: dict[str, Engine | Mapping[str, Engine]] = field(
+        default_factory=dict[str, "Engine | Mapping[str, Engine]"]
+    )
     parallelism: ParallelismConfig | None = None
     dynamo: TorchDynamoPlugin | None = None
     torch_tp: TorchTensorParallelPlugin | None = None
     recompute: ActivationCheckpointing | None = None
 
+    def has(self, name: str) -> bool:
+        """Return whether the run uses the plugin of the group of settings ``name``."""
+        return name in self.engines or getattr(self, name, None) is not None
+
     @property
     def engine(self) -> Engine | None:
         """The options of the engine in use; if there are several, the selected ones."""
-        found = self.deepspeed or self.megatron
+        found = next(iter(self.engines.values()), None)
         if isinstance(found, Mapping):
-            found = next(one for one in found.values() if getattr(one, "selected", False))
-        return cast("Engine | None", found)
+            return next(one for one in found.values() if getattr(one, "selected", False))
+        return found

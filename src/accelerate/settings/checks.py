@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from .. import seams
 from ..errors import SettingError
 from .fsdp import RESHARDS, FsdpOptions
-from .option import nearest
+from .option import nearest, options_of
 from .parallelism import ATTENTION_KINDS
-from .tree import PARADIGMS, Settings
+from .tree import GROUPS, PARADIGMS, ROWS, Settings
 
+#: Options of the core that ask for something of a guest -> its folder.
+_OPTIONS_OF_GUESTS: Final = {
+    f"{name}.{option.name}": option.guest for name, cls in GROUPS.items() for option in options_of(cls) if option.guest
+}
 RENDEZVOUS: Final = ("static", "c10d", "etcd", "etcd-v2")
 #: Launchers that find the machines, and so the rendezvous address, themselves.
 LAUNCHERS_WITH_RENDEZVOUS: Final = ("mpirun", "slurm", "kubernetes", "ray")
@@ -28,7 +33,6 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
     In the allocation of a scheduler the machines are known, and with them the rendezvous address.
     """
     launch = settings.launch
-    by_list = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
     by_engine = (
         settings.cluster.launcher in LAUNCHERS_WITH_RENDEZVOUS
         or (has_allocation and settings.cluster.launcher is None and launch.main_process_ip is None)
@@ -36,7 +40,7 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
         or settings.tpu.tpu_use_cluster
         or launch.pretend is not None
     )
-    if launch.num_machines > 1 and not by_list and not by_engine:
+    if launch.num_machines > 1 and settings.host_file is None and not by_engine:
         for name in ("main_process_ip", "main_process_port"):
             if getattr(launch, name) is None:
                 raise SettingError(
@@ -59,7 +63,7 @@ def check_world(settings: Settings, world_size: int) -> None:
     parallelism = settings.parallelism
     if parallelism is None:
         return
-    if settings.deepspeed is not None and parallelism.sp_size > 1:  # the other degrees are DeepSpeed's
+    if settings.engine and parallelism.sp_size > 1:  # the other degrees are the engine's
         if world_size % parallelism.sp_size:
             raise SettingError(
                 f"{settings.quote('parallelism.sp_size')} doesn't divide the {world_size} processes into groups that "
@@ -77,6 +81,13 @@ def check_world(settings: Settings, world_size: int) -> None:
             "processes. "
             f"Start {total} processes, or change a degree so that the product is {world_size}."
         )
+
+
+def _check_guests(settings: Settings) -> None:
+    """Refuse options whose guest isn't there."""
+    for address, guest in _OPTIONS_OF_GUESTS.items():
+        if settings.was_given(address) and _value(settings, address):
+            seams.check_is_there(guest, settings.quote(address))
 
 
 def _check_hardware(settings: Settings) -> None:
@@ -238,33 +249,17 @@ def _is_no_shard(fsdp: FsdpOptions, name: str) -> bool:
     return getattr(fsdp, name) == "NO_SHARD"
 
 
-def _check_deepspeed(settings: Settings) -> None:
-    deepspeed = settings.deepspeed
-    if deepspeed is None or settings.source_of("deepspeed.zero_stage").kind == "argument":
-        return
-    for part in ("optimizer", "param"):
-        device, path = f"deepspeed.offload_{part}_device", f"offload_{part}_nvme_path"
-        if _value(settings, device) == "nvme" and getattr(deepspeed, path) in (None, "none"):
-            raise SettingError(f"{settings.quote(device)} needs `{path}`: give the folder on the NVMe disk.")
-    launch = settings.deepspeed_launch
-    if launch.deepspeed_inclusion_filter and launch.deepspeed_exclusion_filter:
-        raise SettingError(
-            f"{settings.quote('deepspeed_launch.deepspeed_inclusion_filter')} and "
-            f"{settings.quote('deepspeed_launch.deepspeed_exclusion_filter')} exclude each other. Keep one "
-            "of them."
-        )
+def _check_groups(settings: Settings) -> None:
+    """Check the groups in use by the functions of their rows."""
+    for row in ROWS:
+        if row.check is not None and getattr(settings, row.name) is not None:
+            row.check(settings)
 
 
 def _check_parallelism(settings: Settings) -> None:
     parallelism = settings.parallelism
     if parallelism is None:
         return
-    if settings.megatron is not None:
-        raise SettingError(
-            f"{settings.quote('paradigm.use_parallelism_config')} and "
-            f"{settings.quote('paradigm.use_megatron_lm')} "
-            "exclude each other: Megatron-LM has its own degrees (`megatron_lm_tp_degree`, ...)."
-        )
     if parallelism.cp_size > 1 and parallelism.sp_size > 1:
         raise SettingError(
             f"{settings.quote('parallelism.cp_size')} and {settings.quote('parallelism.sp_size')} both split "
@@ -289,7 +284,7 @@ def _check_parallelism(settings: Settings) -> None:
 def _check_parallelism_engine(settings: Settings) -> None:
     """Refuse launched parallelism with an engine that has no device mesh."""
     asked = settings.quote("paradigm.use_parallelism_config")
-    if settings.deepspeed is not None:
+    if settings.engine:
         return
     if settings.fsdp is None:
         raise SettingError(f"{asked} needs FSDP version 2. Give `--use_fsdp --fsdp_version 2`.")
@@ -337,12 +332,13 @@ def _value(settings: Settings, address: str) -> Any:
 
 
 _CHECKS: Final[tuple[Callable[[Settings], None], ...]] = (
+    _check_guests,
     _check_hardware,
     _check_processes,
     _check_devices,
     _check_launcher,
     _check_cluster,
     _check_fsdp,
-    _check_deepspeed,
+    _check_groups,
     _check_parallelism,
 )

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from ..errors import SettingError
 from .option import OptionInfo, Source, nearest, options_of, parse_bool
-from .tree import GROUPS, Layer
+from .tree import GROUPS, ROWS, Layer
 
 #: Keys that older releases wrote and that have no effect any more, each with its replacement.
 OLD_KEYS: Final[dict[str, str]] = {
@@ -21,9 +21,9 @@ OLD_KEYS: Final[dict[str, str]] = {
     "mpirun_config.mpirun_ccl": "the backend is gloo or MPI",
     "tp_config": "tensor parallelism is `parallelism_config_tp_size` in `parallelism_config`",
 }
-#: The section whose unknown keys are kept, because they are DeepSpeed's.
-FOREIGN_SECTION: Final = "deepspeed_config"
-#: The entry of a layer that holds those keys.
+#: By section whose unknown keys are kept for another program: the option that lists the keys that a file has of ours.
+_KEYS_OF_FILE: Final = {row.options.option_group.section: row.keys_of_file for row in ROWS if row.keys_of_file}
+#: The entry of a layer that holds the unknown keys.
 FOREIGN: Final = "foreign"
 #: The entry of a layer that holds the warnings about keys without effect.
 WARNINGS: Final = "remarks"
@@ -134,8 +134,8 @@ class _Reader:
     def layer(self, entries: Iterable[Entry]) -> Layer:
         """Return all values of the file, by "group.option"."""
         values: dict[str, tuple[object, Source]] = {}
-        foreign: dict[str, object] = {}
-        deepspeed: list[str] = []
+        foreign: dict[str, dict[str, object]] = {}
+        taken: dict[str, list[str]] = {}
         unused: list[str] = []
         for entry in entries:
             if entry.key == "fp16":
@@ -145,19 +145,20 @@ class _Reader:
             elif entry.key in self.known:
                 for inner in _section(entry):
                     if self._take(inner, entry.key, values):
-                        deepspeed += [inner.key] if entry.key == FOREIGN_SECTION else []
+                        taken.setdefault(entry.key, []).append(inner.key)
                         continue
                     unused += self._warnings_of(inner, entry.key)
-                    if entry.key == FOREIGN_SECTION:
-                        foreign[inner.key] = without_locations(inner.value)
+                    if entry.key in _KEYS_OF_FILE:
+                        foreign.setdefault(entry.key, {})[inner.key] = without_locations(inner.value)
             else:
                 self._take(entry, None, values)
         if unused:
             values[WARNINGS] = (unused, Source("file", self.where))
         if foreign:
             values[FOREIGN] = (foreign, Source("file", self.where))
-        if deepspeed:
-            values["deepspeed_launch.config_fields"] = (sorted(deepspeed), Source("file", self.where))
+        for section, address in _KEYS_OF_FILE.items():
+            if section in taken:
+                values[address] = (sorted(taken[section]), Source("file", self.where))
         return values
 
     def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[object, Source]]) -> bool:
@@ -201,7 +202,7 @@ class _Reader:
             raise SettingError(
                 f"{entry.location}: unknown key `{entry.key}` in `{section}`.{_sentence(hint)} Correct or remove it."
             )
-        return [] if section == FOREIGN_SECTION else [f"`{name}` ({entry.location}): no option has this name"]
+        return [] if section in _KEYS_OF_FILE else [f"`{name}` ({entry.location}): no option has this name"]
 
     def _elsewhere(self, key: str, section: str | None) -> str:
         owners = (name for name, keys in self.known.items() if name and name != section and key in keys)

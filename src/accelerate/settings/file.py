@@ -103,8 +103,8 @@ def to_document(settings: Settings) -> dict[str, Any]:
             continue
         target = document if option.section is None else sections.setdefault(option.section, {})
         target.setdefault(option.key, value)
-    if settings.foreign:
-        sections.setdefault("deepspeed_config", {}).update(settings.foreign)
+    for section, keys in settings.foreign.items():
+        sections.setdefault(section, {}).update(keys)
     return {**document, **sections}
 
 

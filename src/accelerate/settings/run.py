@@ -15,7 +15,7 @@ from .fp8 import AoOptions, MsampOptions, TeOptions
 from .fsdp import HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS, FsdpOptions
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
 from .run_options import ParadigmOptions
-from .tree import CONDITIONS, GROUPS, PARADIGMS, ROWS, Layer, Settings, encode_settings, launch_options_of
+from .tree import CONDITIONS, ENGINES, GROUPS, PARADIGMS, ROWS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
     "Settings",
@@ -108,7 +108,7 @@ def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, st
     found: dict[str, tuple[OptionGroup, str]] = {}
     for argument, row in _OBJECTS.items():
         value = arguments.get(argument)
-        if isinstance(value, Mapping):  # several DeepSpeed plugins by name: the first is the active one
+        if isinstance(value, Mapping):  # several plugins by name: the first is the active one
             value = next(iter(cast("Mapping[str, object]", value).values()), None)
         if value is None:
             continue
@@ -170,11 +170,16 @@ def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
     if flags.get("multi_gpu") or flags.get("tpu"):
         layer.pop("run.use_cpu", None)
         return layer
-    if kind is None or (flags.get("cpu") and kind in ("DEEPSPEED", "MEGATRON_LM")):
+    if kind is None or (flags.get("cpu") and kind in ENGINES and ENGINES[kind].engine):
         return layer
     address = _OPTION_OF_TYPE.get(kind)
     if address is None and kind.startswith("MULTI_"):
         address = "launch.multi_gpu"
+    elif address is None and kind != "NO":
+        raise SettingError(
+            f"`distributed_type: {kind}` ({source}): this installation doesn't have the engine. Install all of "
+            "accelerate, or choose another type."
+        )
     if address is not None and not (address == "launch.multi_gpu" and flags.get("cpu")):
         layer.setdefault(address, (True, source))
     has_parallelism = [source for name, (_, source) in layer.items() if name.startswith("parallelism.")]
@@ -237,7 +242,7 @@ def _build(
             elif launching and option.launch_default is not ...:
                 options[option.name] = option.launch_default
         groups[name] = cls(**options)
-    return Settings(**cast("dict[str, Any]", groups), sources=sources)
+    return Settings.of(groups, sources)
 
 
 def _is_on(name: str, groups: Mapping[str, OptionGroup]) -> bool:
@@ -255,8 +260,10 @@ def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGr
     """Set the values that follow from several others together."""
     if launching:
         _set_distributed_type(settings)
-    if settings.deepspeed is None:
-        settings.deepspeed_launch.config_fields = None
+    for row in ROWS:
+        if row.keys_of_file and getattr(settings, row.name) is None:
+            group, _, option = row.keys_of_file.partition(".")
+            setattr(getattr(settings, group), option, None)
     if "accumulation" not in given:
         settings.accumulation.num_steps = settings.run.gradient_accumulation_steps
     if settings.parallelism is not None:
@@ -417,7 +424,8 @@ def _how_to_turn_on(group: str) -> str:
 
 def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> None:
     """Refuse arguments that exclude each other."""
-    for one, other in (("dynamo_backend", "dynamo_plugin"), ("deepspeed_plugin", "deepspeed_plugins")):
+    of_two_names = (row.arguments for row in ROWS if len(row.arguments) > 1)
+    for one, other in (("dynamo_backend", "dynamo_plugin"), *of_two_names):
         if arguments.get(one) is not None and arguments.get(other) is not None:
             raise SettingError(
                 f"You cannot pass in both `{other}` and `{one}`, please only pass in one: they set the same options."
@@ -428,7 +436,7 @@ def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> Non
             "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`, but "
             f"gradient_accumulation_steps={steps!r} was given beside a plugin. The plugin has `num_steps`."
         )
-    sharded = settings.fsdp is not None or settings.deepspeed is not None
+    sharded = settings.paradigm.use_fsdp or settings.paradigm.use_deepspeed
     for handler in cast("Iterable[object]", arguments.get("kwargs_handlers") or ()):
         is_fp8 = isinstance(handler, (AoOptions, TeOptions, MsampOptions))
         if is_fp8 and settings.run.mixed_precision != "fp8" and not sharded:

@@ -75,7 +75,7 @@ class ParadigmOptions(OptionGroup, title="Training paradigm", env="ACCELERATE_",
     """The engine that distributes the model over the processes: at most one, and none means plain data parallel."""
 
     use_deepspeed: bool = option(
-        False, "Use DeepSpeed.", switch=True, quiet=True, question="Do you want to use DeepSpeed?"
+        False, "Use DeepSpeed.", switch=True, quiet=True, question="Do you want to use DeepSpeed?", guest="deepspeed"
     )
     use_fsdp: bool = option(
         False,
@@ -92,7 +92,7 @@ class ParadigmOptions(OptionGroup, title="Training paradigm", env="ACCELERATE_",
         question="Do you want to use the parallelism config?",
     )
     use_megatron_lm: bool = option(
-        False, "Use Megatron-LM.", switch=True, quiet=True, question="Do you want to use Megatron-LM?"
+        False, "Use Megatron-LM.", switch=True, quiet=True, question="Do you want to use Megatron-LM?", guest="megatron"
     )
     use_sagemaker: bool = option(False, "The run is a SageMaker job.", flag=None, quiet=True)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
+from .. import seams
 from .cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions, TpuOptions
-from .deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
 from .env import encode
 from .fp8 import Fp8Options
 from .fsdp import FsdpOptions
+from .group import Group
 from .launch_options import LaunchOptions, MpiOptions
-from .megatron import MegatronOptions
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, SourceKind, option_of, options_of
 from .parallelism import ContextParallelOptions, ParallelismOptions, SequenceParallelOptions, TensorParallelOptions
 from .preemption import PreemptionOptions
@@ -23,34 +23,12 @@ from .training import AccumulationOptions, DataLoaderOptions, DynamoOptions, Pro
 Layer = Mapping[str, tuple[Any, Source]]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One group of options; the tables about groups are derived from these rows.
-
-    Args:
-        name: the attribute of Settings.
-        options: the class that declares the options.
-        condition: the option that turns the group on; empty if the group is always there.
-        arguments: the Accelerator's arguments that are the whole group.
-        plugin: the class that users construct for them.
-        paradigm: the distributed type that the group stands for.
-        is_engine: whether the plugin and the strategy come from a guest.
-        exported: whether the ranks get its variables; only the launcher needs the others.
-        decided: whether every launch decides its values.
-    """
-
-    name: str
-    options: type[OptionGroup]
-    condition: str = ""
-    arguments: tuple[str, ...] = ()
-    plugin: str = ""
-    paradigm: str = ""
-    is_engine: bool = False
-    exported: bool = True
-    decided: bool = False
+def _rows_of_guests() -> tuple[Group, ...]:
+    """Return the rows of guests, in the order of their folders."""
+    return tuple(row for guest in seams.guests().values() if guest.settings for row in seams.load(guest.settings))
 
 
+_OF_GUESTS: Final = {row.name: row for row in _rows_of_guests()}
 #: In the order of help, files and exported variables.
 ROWS: Final = (
     Group("run", RunOptions, decided=True),
@@ -58,7 +36,7 @@ ROWS: Final = (
     Group("switches", SwitchOptions),
     Group("launch", LaunchOptions, exported=False, decided=True),
     Group("preemption", PreemptionOptions),
-    Group("mpi", MpiOptions, exported=False),
+    Group("mpi", MpiOptions, exported=False, host_file="mpirun_hostfile"),
     Group("cluster", ClusterOptions, exported=False),
     Group("slurm", SlurmOptions, exported=False),
     Group("kubernetes", KubernetesOptions, exported=False),
@@ -71,15 +49,7 @@ ROWS: Final = (
         exported=False,
     ),
     Group("fsdp", FsdpOptions, "paradigm.use_fsdp", ("fsdp_plugin",), "FullyShardedDataParallelPlugin", "FSDP"),
-    Group(
-        "deepspeed", DeepSpeedOptions, "paradigm.use_deepspeed", ("deepspeed_plugin", "deepspeed_plugins"),
-        "DeepSpeedPlugin", "DEEPSPEED", is_engine=True,
-    ),
-    Group("deepspeed_launch", DeepSpeedLaunchOptions),
-    Group(
-        "megatron", MegatronOptions, "paradigm.use_megatron_lm", ("megatron_lm_plugin",),
-        "MegatronLMPlugin", "MEGATRON_LM", is_engine=True,
-    ),
+    *_OF_GUESTS.values(),
     Group(
         "parallelism", ParallelismOptions, "paradigm.use_parallelism_config", ("parallelism_config",),
         "ParallelismConfig",
@@ -95,8 +65,15 @@ ROWS: Final = (
 GROUPS: Final[dict[str, type[OptionGroup]]] = {row.name: row.options for row in ROWS}
 #: The option that turns a group on; the other groups are always there.
 CONDITIONS: Final = {row.name: row.condition for row in ROWS if row.condition}
-#: Of which a run has one at most: by distributed type, the option that turns it on.
-PARADIGMS: Final = {row.paradigm: row.condition for row in sorted(ROWS, key=lambda row: row.paradigm) if row.paradigm}
+#: Of which a run has one at most: by distributed type, the group and the option that turns it on.
+ENGINES: Final = {row.paradigm: row for row in sorted(ROWS, key=lambda row: row.paradigm) if row.paradigm}
+PARADIGMS: Final = {paradigm: row.condition for paradigm, row in ENGINES.items()}
+
+_Options = TypeVar("_Options", bound=OptionGroup)
+
+
+def _unconditional_of_guests() -> dict[str, OptionGroup]:
+    return {row.name: row.options() for row in _OF_GUESTS.values() if not row.condition}
 
 
 @dataclass
@@ -117,20 +94,57 @@ class Settings:
     data: DataLoaderOptions = field(default_factory=DataLoaderOptions)
     project: ProjectOptions = field(default_factory=ProjectOptions)
     accumulation: AccumulationOptions = field(default_factory=AccumulationOptions)
-    deepspeed_launch: DeepSpeedLaunchOptions = field(default_factory=DeepSpeedLaunchOptions)
     tpu: TpuOptions = field(default_factory=TpuOptions)
     fsdp: FsdpOptions | None = None
-    deepspeed: DeepSpeedOptions | None = None
-    megatron: MegatronOptions | None = None
     parallelism: ParallelismOptions | None = None
     tensor: TensorParallelOptions | None = None
     context: ContextParallelOptions | None = None
     sequence: SequenceParallelOptions | None = None
     fp8: Fp8Options | None = None
     sagemaker: SageMakerOptions | None = None
-    #: Keys of a DeepSpeed section that are not ours, kept as they were.
-    foreign: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    #: The groups in use that guests declare, by name; each can be read as an attribute too.
+    of_guests: dict[str, OptionGroup] = field(default_factory=_unconditional_of_guests)
+    #: By section of a file the keys that another program reads, kept as they were.
+    foreign: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]], repr=False)
     sources: dict[str, Source] = field(default_factory=dict[str, Source], repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # a name that isn't there stays an error to the type checker; it finds groups by class
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_GUESTS:
+                return self.of_guests.get(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def find(self, options: type[_Options]) -> _Options | None:
+        """Return the group of a guest that ``options`` declares; None if it isn't in use."""
+        return next((group for group in self.of_guests.values() if isinstance(group, options)), None)
+
+    def put(self, name: str, options: OptionGroup | None) -> None:
+        """Replace the group ``name``; None if it isn't in use any more."""
+        if name not in _OF_GUESTS:
+            setattr(self, name, options)
+        elif options is None:
+            self.of_guests.pop(name, None)
+        else:
+            self.of_guests[name] = options
+
+    @property
+    def engine(self) -> str:
+        """The name of the group whose engine trains instead of torch; empty without one."""
+        return next((row.name for row in ROWS if row.engine and getattr(self, row.name) is not None), "")
+
+    @property
+    def host_file(self) -> str | None:
+        """The file that lists the hosts of the launch, for whichever launcher; None without one."""
+        named: list[str | None] = [getattr(getattr(self, row.name), row.host_file) for row in ROWS if row.host_file]
+        return next(filter(None, named), None)
+
+    @classmethod
+    def of(cls, groups: Mapping[str, OptionGroup], sources: dict[str, Source]) -> Settings:
+        """Return the settings with these groups in use, by name."""
+        own: dict[str, Any] = {name: options for name, options in groups.items() if name not in _OF_GUESTS}
+        of_guests = {name: options for name, options in groups.items() if name in _OF_GUESTS}
+        return cls(**own, of_guests=of_guests, sources=sources)
 
     def groups(self) -> Iterator[tuple[str, OptionGroup]]:
         """Yield the groups in use, by attribute."""

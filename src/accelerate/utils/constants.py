@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from ..distributed.collectives import TORCH_DISTRIBUTED_OPERATION_TYPES
 from ..hooks.attach import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from ..launch.prepared import TORCH_LAUNCH_PARAMS
+from ..lazy import names_from
 from ..names import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -22,7 +26,6 @@ from ..names import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from ..settings.deepspeed import DEEPSPEED_MULTINODE_LAUNCHERS
 from ..settings.fsdp import (
     FSDP2_STATE_DICT_TYPE,
     FSDP_AUTO_WRAP_POLICY,
@@ -40,6 +43,9 @@ from ..versions import (
     MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
+
+if TYPE_CHECKING:
+    from ..settings.deepspeed import DEEPSPEED_MULTINODE_LAUNCHERS
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
@@ -75,3 +81,7 @@ __all__ = [
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
+
+__getattr__: Callable[[str], Any] = names_from(
+    __name__, "accelerate", {"settings.deepspeed": "DEEPSPEED_MULTINODE_LAUNCHERS"}
+)

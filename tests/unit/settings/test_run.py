@@ -140,12 +140,12 @@ def test_a_plugin_object_stays_that_object() -> None:
 
 def test_a_plugin_argument_beats_another_engine_in_the_environment() -> None:
     found = collect({"fsdp_plugin": FsdpOptions()}, {"ACCELERATE_USE_DEEPSPEED": "true"})
-    assert found.deepspeed is None and found.fsdp is not None
+    assert found.find(DeepSpeedOptions) is None and found.fsdp is not None
 
 
 def test_the_first_of_several_deepspeed_plugins_is_the_active_one() -> None:
     first, second = DeepSpeedOptions(zero_stage=2), DeepSpeedOptions(zero_stage=3)
-    assert collect({"deepspeed_plugin": {"a": first, "b": second}}, {}).deepspeed is first
+    assert collect({"deepspeed_plugin": {"a": first, "b": second}}, {}).find(DeepSpeedOptions) is first
 
 
 def test_wrong_plugin_types_are_type_errors() -> None:
@@ -236,7 +236,7 @@ def test_an_off_flag_says_false() -> None:
 
 
 def test_a_shared_flag_reaches_every_group_that_has_it() -> None:
-    found = collect({}, {}, flags={"gradient_accumulation_steps": 4, "use_deepspeed": True})
+    found: Any = collect({}, {}, flags={"gradient_accumulation_steps": 4, "use_deepspeed": True})
     assert found.deepspeed is not None
     assert (found.run.gradient_accumulation_steps, found.deepspeed.gradient_accumulation_steps) == (4, 4)
     assert collect({}, {}, flags={"gradient_accumulation_steps": 4}).run.gradient_accumulation_steps == 4

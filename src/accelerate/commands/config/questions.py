@@ -13,18 +13,17 @@ from math import prod
 from typing import Any, Final, final
 
 from ...devices.table import CPU, KINDS, present
+from ...seams import load
 from ...settings.cluster_options import SageMakerOptions, TpuOptions
-from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
 from ...settings.fp8 import Fp8Options
 from ...settings.fsdp import FsdpOptions
 from ...settings.launch_options import LaunchOptions, MpiOptions
-from ...settings.megatron import MegatronOptions
 from ...settings.option import OptionGroup, Source, option_of, options_of
 from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
 from ...settings.run import collect
 from ...settings.run_options import RunOptions
 from ...settings.training import DynamoOptions
-from ...settings.tree import GROUPS, PARADIGMS, Settings
+from ...settings.tree import ENGINES, GROUPS, PARADIGMS, Settings
 from .ask import Asker, Choice
 
 Answers = dict[str, Any]
@@ -79,7 +78,7 @@ class Questionnaire:
                 self.old.launch.compute_environment,
                 why="where the training will run",
             )
-        self._put(LaunchOptions, "compute_environment", environment)
+        self.put(LaunchOptions, "compute_environment", environment)
         if environment == "AMAZON_SAGEMAKER":
             self._sagemaker()
         else:
@@ -96,7 +95,7 @@ class Questionnaire:
         choices = machine_types(kind.label)
         types = [choice.value for choice in choices]
         several = kind.label if kind.label in types and num_devices > 0 else "MULTI_GPU"  # under an engine's name
-        proposed = str(self._proposal(LaunchOptions, "distributed_type", kind.label if num_devices > 1 else "NO"))
+        proposed = str(self.proposal(LaunchOptions, "distributed_type", kind.label if num_devices > 1 else "NO"))
         if proposed in PARADIGMS:
             proposed = several
         chosen = self.asker.choose(
@@ -105,13 +104,13 @@ class Questionnaire:
             proposed if proposed in types else "NO",
             why=f"this machine has {found}",
         )
-        self._put(LaunchOptions, "distributed_type", chosen)
+        self.put(LaunchOptions, "distributed_type", chosen)
         if chosen not in ("NO", "XLA"):
             self._machines()
         if chosen == "NO":
-            self._one(RunOptions, "use_cpu", default=num_devices == 0)
+            self.one(RunOptions, "use_cpu", default=num_devices == 0)
         elif chosen == "MULTI_CPU":
-            self._put(RunOptions, "use_cpu", True)
+            self.put(RunOptions, "use_cpu", True)
             self._mpi()
         self._compile()
         is_accelerated = chosen not in ("NO", "MULTI_CPU", "XLA")
@@ -120,9 +119,9 @@ class Questionnaire:
         self._processes(chosen, num_devices if chosen == kind.label else 0)
         if self.advanced:
             if chosen != "XLA":
-                self._one(LaunchOptions, "gpu_ids", default="all")
+                self.one(LaunchOptions, "gpu_ids", default="all")
             if chosen in ("NO", "MULTI_GPU"):
-                self._one(RunOptions, "cpu_affinity")
+                self.one(RunOptions, "cpu_affinity")
         if chosen == "XLA":
             self._tpu()
         self._precision()
@@ -130,11 +129,11 @@ class Questionnaire:
     def _machines(self) -> None:
         number = self.asker.whole_number(
             f"{option_of(LaunchOptions, 'num_machines').question}",
-            int(self._proposal(LaunchOptions, "num_machines", 1)),
+            int(self.proposal(LaunchOptions, "num_machines", 1)),
             at_least=1,
             why="machines that train together over the network",
         )
-        self._put(LaunchOptions, "num_machines", number)
+        self.put(LaunchOptions, "num_machines", number)
         self.num_machines = number
         if number > 1:
             rank = option_of(LaunchOptions, "machine_rank")
@@ -144,60 +143,58 @@ class Questionnaire:
                     raise ValueError(f"{text!r} won't do: machines are counted from 0 to {number - 1}.")
                 return int(text)
 
-            earlier = int(self._proposal(LaunchOptions, "machine_rank", 0))
+            earlier = int(self.proposal(LaunchOptions, "machine_rank", 0))
             proposed = earlier if earlier < number else 0
             machine_rank = self.asker.ask(f"{rank.question}", read_rank, proposed, why=rank.help)
-            self._put(LaunchOptions, "machine_rank", machine_rank)
-            self._one(LaunchOptions, "main_process_ip", required=True)
-            self._one(LaunchOptions, "main_process_port", default=29500)
-            if not self._one(LaunchOptions, "same_network", default=True):
-                self._one(LaunchOptions, "rdzv_backend")
+            self.put(LaunchOptions, "machine_rank", machine_rank)
+            self.one(LaunchOptions, "main_process_ip", required=True)
+            self.one(LaunchOptions, "main_process_port", default=29500)
+            if not self.one(LaunchOptions, "same_network", default=True):
+                self.one(LaunchOptions, "rdzv_backend")
         if number > 1 or self.advanced:
-            self._one(RunOptions, "debug")
+            self.one(RunOptions, "debug")
 
     def _mpi(self) -> None:
         question = "Do you want accelerate to launch mpirun?"
-        if self.advanced and self._wants(question, MpiOptions, "mpirun_hostfile"):
-            self._one(MpiOptions, "mpirun_hostfile", default="~/hostfile")
+        if self.advanced and self.wants(question, MpiOptions, "mpirun_hostfile"):
+            self.one(MpiOptions, "mpirun_hostfile", default="~/hostfile")
 
     def _compile(self) -> None:
-        compiles = self._proposal(DynamoOptions, "backend", "NO") != "NO"
+        compiles = self.proposal(DynamoOptions, "backend", "NO") != "NO"
         question = "Do you wish to optimize your script with torch dynamo?"
         if not self.advanced or not self.asker.yes(question, compiles):
             return
-        self._one(DynamoOptions, "backend", default="INDUCTOR")
-        customizes = self._had(DynamoOptions, "mode")
+        self.one(DynamoOptions, "backend", default="INDUCTOR")
+        customizes = self.had(DynamoOptions, "mode")
         if self.asker.yes("Do you want to customize the defaults sent to torch.compile?", customizes):
-            self._several(DynamoOptions, ("mode", "fullgraph", "dynamic", "use_regional_compilation"))
+            self.several(DynamoOptions, ("mode", "fullgraph", "dynamic", "use_regional_compilation"))
 
-    def _paradigm(self, chosen: str) -> None:
-        engine = self._proposal(LaunchOptions, "distributed_type", None)
-        why = "an engine that shards and offloads; a package"
-        if self.asker.yes("Do you want to use DeepSpeed?", engine == "DEEPSPEED", why=why):
-            self._put(LaunchOptions, "distributed_type", "DEEPSPEED")
-            self._deepspeed()
-            return
-        why = "torch's own sharding of models that one device can't hold"
-        if self.asker.yes("Do you want to use FullyShardedDataParallel?", engine == "FSDP", why=why):
-            self._put(LaunchOptions, "distributed_type", "FSDP")
-            self._fsdp()
-            return
-        question = "Do you want to use Megatron-LM?"
-        if self.advanced and chosen == "MULTI_GPU" and self.asker.yes(question, engine == "MEGATRON_LM"):
-            self._put(LaunchOptions, "distributed_type", "MEGATRON_LM")
-            self._megatron()
+    def _paradigm(self, machine: str) -> None:
+        """Ask which engine is used, if any, and for its options."""
+        for row in ENGINES.values():
+            if load(row.questions)(self, machine) if row.questions else self._fsdp():
+                return
 
-    def _parallelism(self, *degrees: str) -> None:
+    def uses(self, label: str, why: str = "") -> bool:
+        """Ask whether the engine of the distributed type ``label`` is used."""
+        group, _, name = PARADIGMS[label].partition(".")
+        question = f"{option_of(GROUPS[group], name).question}"
+        is_used = self.asker.yes(question, self.proposal(LaunchOptions, "distributed_type", None) == label, why=why)
+        if is_used:
+            self.put(LaunchOptions, "distributed_type", label)
+        return is_used
+
+    def parallelism(self, *degrees: str) -> None:
         """Ask for these degrees of parallelism."""
         question = "Do you want to use the parallelism config?"
         why = "copies, shards, and parts of layers and sequences; their product is the number of processes"
         if not self.advanced or not self.asker.yes(question, self.old.parallelism is not None, why=why):
             return
-        self._several(ParallelismOptions, degrees)
+        self.several(ParallelismOptions, degrees)
         if self._degree("cp_size") > 1:
-            self._one(ContextParallelOptions, "cp_comm_strategy")
+            self.one(ContextParallelOptions, "cp_comm_strategy")
         elif self._degree("sp_size") > 1:
-            self._one(ParallelismOptions, "sp_backend")
+            self.one(ParallelismOptions, "sp_backend")
 
     def _degree(self, name: str) -> int:
         return int(self.answers.get(f"parallelism.{name}", (1, _SOURCE))[0])
@@ -206,7 +203,7 @@ class Questionnaire:
         """Ask for the number of processes; this machine has ``num_devices`` of the chosen type."""
         machines = self.num_machines
         if chosen == "NO":
-            self._put(LaunchOptions, "num_processes", 1)
+            self.put(LaunchOptions, "num_processes", 1)
             return
         name = {"MULTI_CPU": "CPU(s)", "XLA": "TPU cores"}.get(chosen, f"{chosen.removeprefix('MULTI_')}(s)")
         is_engine = self.answers["launch.distributed_type"][0] in PARADIGMS
@@ -219,102 +216,63 @@ class Questionnaire:
         over = f" over the {machines} machines" if machines > 1 else ""
         number = self.asker.whole_number(
             f"How many {name} should be used for distributed training?",
-            int(self._proposal(LaunchOptions, "num_processes", default)),
+            int(self.proposal(LaunchOptions, "num_processes", default)),
             at_least=fewest,
             why=f"one process is started for each{over}",
         )
-        self._put(LaunchOptions, "num_processes", number)
+        self.put(LaunchOptions, "num_processes", number)
 
     def _precision(self) -> None:
         precision = self.asker.choose(
             "Do you wish to use FP16 or BF16 (mixed precision)?",
             [Choice(value, value) for value in PRECISIONS],
-            str(self._proposal(RunOptions, "mixed_precision", "no")),
+            str(self.proposal(RunOptions, "mixed_precision", "no")),
             why="half the memory of activations and faster arithmetic; weights stay fp32",
             brief=True,
         )
-        self._put(RunOptions, "mixed_precision", precision)
+        self.put(RunOptions, "mixed_precision", precision)
         if precision == "fp8":
             self._fp8()
 
-    # DeepSpeed, FSDP, Megatron-LM, fp8
+    # FSDP, fp8
 
-    def _deepspeed(self) -> None:
-        question = "Do you want to specify a json file to a DeepSpeed config?"
-        if self._wants(question, DeepSpeedOptions, "hf_ds_config"):
-            self._one(DeepSpeedOptions, "hf_ds_config", required=True)
-        else:
-            stage = int(self._one(DeepSpeedOptions, "zero_stage", default=2))
-            if stage >= 2:
-                for what in ("optimizer", "param"):
-                    if self._one(DeepSpeedOptions, f"offload_{what}_device") == "nvme":
-                        self._one(DeepSpeedOptions, f"offload_{what}_nvme_path", default="/nvme")
-            self._one(DeepSpeedOptions, "gradient_accumulation_steps", default=1)
-            if self._wants("Do you want to use gradient clipping?", DeepSpeedOptions, "gradient_clipping"):
-                self._one(DeepSpeedOptions, "gradient_clipping", default=1.0)
-            if stage == 3:
-                self._one(DeepSpeedOptions, "zero3_save_16bit_model")
-        self._one(DeepSpeedOptions, "zero3_init_flag", default=False)
-        question = "Do you want to enable Mixture-of-Experts training (MoE)?"
-        if self._wants(question, DeepSpeedOptions, "transformer_moe_cls_names"):
-            self._one(DeepSpeedOptions, "transformer_moe_cls_names", required=True)
-        self._parallelism("sp_size")
-        if self.num_machines > 1:
-            launcher = self._one(DeepSpeedLaunchOptions, "deepspeed_multinode_launcher", default="pdsh")
-            if launcher != "standard":
-                self._one(DeepSpeedLaunchOptions, "deepspeed_hostfile", required=True)
-                for which in ("exclusion", "inclusion"):
-                    name = f"deepspeed_{which}_filter"
-                    if self._wants(f"Do you want to specify {which} filter string?", DeepSpeedLaunchOptions, name):
-                        self._one(DeepSpeedLaunchOptions, name, required=True)
-
-    def _fsdp(self) -> None:
-        version = int(self._one(FsdpOptions, "fsdp_version", default=2))
+    def _fsdp(self) -> bool:
+        if not self.uses("FSDP", "torch's own sharding of models that one device can't hold"):
+            return False
+        version = int(self.one(FsdpOptions, "fsdp_version", default=2))
         if version == 1:
-            self._one(FsdpOptions, "sharding_strategy", default="FULL_SHARD")
+            self.one(FsdpOptions, "sharding_strategy", default="FULL_SHARD")
         else:
             reshard = option_of(FsdpOptions, "reshard_after_forward")
-            proposed = bool(self._proposal(FsdpOptions, "reshard_after_forward", True))
+            proposed = bool(self.proposal(FsdpOptions, "reshard_after_forward", True))
             answer = self.asker.yes(f"{reshard.question}", proposed, why=reshard.help)
-            self._put(FsdpOptions, "reshard_after_forward", answer)
-        self._one(FsdpOptions, "cpu_offload")
-        policy = self._one(FsdpOptions, "auto_wrap_policy", default="TRANSFORMER_BASED_WRAP")
+            self.put(FsdpOptions, "reshard_after_forward", answer)
+        self.one(FsdpOptions, "cpu_offload")
+        policy = self.one(FsdpOptions, "auto_wrap_policy", default="TRANSFORMER_BASED_WRAP")
         if policy == "TRANSFORMER_BASED_WRAP":
             question = "Do you want to use the model's `_no_split_modules` to wrap?"
-            by_model = not self._had(FsdpOptions, "transformer_cls_names_to_wrap")
+            by_model = not self.had(FsdpOptions, "transformer_cls_names_to_wrap")
             if not self.asker.yes(question, by_model, why="only transformers' models name such layers"):
-                self._one(FsdpOptions, "transformer_cls_names_to_wrap", required=True)
+                self.one(FsdpOptions, "transformer_cls_names_to_wrap", required=True)
         elif policy == "SIZE_BASED_WRAP":
-            self._one(FsdpOptions, "min_num_params", default=100_000_000)
+            self.one(FsdpOptions, "min_num_params", default=100_000_000)
         if version == 1:
-            self._one(FsdpOptions, "backward_prefetch", default="BACKWARD_PRE")
-        self._one(FsdpOptions, "state_dict_type", default="SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT")
+            self.one(FsdpOptions, "backward_prefetch", default="BACKWARD_PRE")
+        self.one(FsdpOptions, "state_dict_type", default="SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT")
         if version == 1:
-            self._one(FsdpOptions, "forward_prefetch", default=False)
-            self._one(FsdpOptions, "use_orig_params", default=True)
-        if self._one(FsdpOptions, "cpu_ram_efficient_loading", default=True) and version == 1:
-            self._put(FsdpOptions, "sync_module_states", True)
+            self.one(FsdpOptions, "forward_prefetch", default=False)
+            self.one(FsdpOptions, "use_orig_params", default=True)
+        if self.one(FsdpOptions, "cpu_ram_efficient_loading", default=True) and version == 1:
+            self.put(FsdpOptions, "sync_module_states", True)
         elif version == 1:
-            self._one(FsdpOptions, "sync_module_states", default=True)
-        self._one(FsdpOptions, "activation_checkpointing")
+            self.one(FsdpOptions, "sync_module_states", default=True)
+        self.one(FsdpOptions, "activation_checkpointing")
         if version == 2:
-            self._parallelism("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
-
-    def _megatron(self) -> None:
-        degrees = self._several(MegatronOptions, ("tp_degree",))
-        if degrees["tp_degree"] > 1:
-            self._one(MegatronOptions, "sequence_parallelism", default=True)
-        if int(self._one(MegatronOptions, "pp_degree")) > 1:
-            self._one(MegatronOptions, "num_micro_batches")
-        for name, default in (
-            ("recompute_activations", True),
-            ("use_distributed_optimizer", True),
-            ("gradient_clipping", 1.0),
-        ):
-            self._one(MegatronOptions, name, default=default)
+            self.parallelism("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
+        return True
 
     def _fp8(self) -> None:
-        backend = self._one(Fp8Options, "backend", default="AO", choices=("AO", "TE"))
+        backend = self.one(Fp8Options, "backend", default="AO", choices=("AO", "TE"))
         names: Mapping[str, tuple[str, ...]] = {
             "AO": ("enable_fsdp_float8_all_gather", "pad_inner_dim"),
             "TE": (
@@ -326,28 +284,28 @@ class Questionnaire:
                 "amax_compute_algo",
             ),
         }
-        self._several(Fp8Options, names[backend])
+        self.several(Fp8Options, names[backend])
         if backend == "TE" and self.asker.yes("Do you want to compute some matrix products in higher precision?"):
             products = ("fprop", "dgrad", "wgrad")
             higher = tuple(self.asker.yes(f"Should {product} be?") for product in products)
-            self._put(Fp8Options, "override_linear_precision", higher)
+            self.put(Fp8Options, "override_linear_precision", higher)
 
     # TPUs and SageMaker
 
     def _tpu(self) -> None:
-        self._one(LaunchOptions, "main_training_function", default="main")
-        if self.advanced and self._one(TpuOptions, "tpu_use_cluster"):
-            self._one(TpuOptions, "tpu_name", required=True)
-            self._one(TpuOptions, "tpu_zone", required=True)
-            self._one(TpuOptions, "tpu_use_sudo")
-            has_file, has_commands = (self._had(TpuOptions, name) for name in ("command_file", "commands"))
+        self.one(LaunchOptions, "main_training_function", default="main")
+        if self.advanced and self.one(TpuOptions, "tpu_use_cluster"):
+            self.one(TpuOptions, "tpu_name", required=True)
+            self.one(TpuOptions, "tpu_zone", required=True)
+            self.one(TpuOptions, "tpu_use_sudo")
+            has_file, has_commands = (self.had(TpuOptions, name) for name in ("command_file", "commands"))
             if self.asker.yes("Do you have code you wish to run on startup in each pod?", has_file or has_commands):
                 if self.asker.yes("Is this code located in a bash script?", has_file):
-                    self._one(TpuOptions, "command_file", required=True)
+                    self.one(TpuOptions, "command_file", required=True)
                 else:
-                    self._put(TpuOptions, "commands", self._list("What command should be run"))
+                    self.put(TpuOptions, "commands", self._list("What command should be run"))
         if self.advanced:
-            self._one(RunOptions, "downcast_bf16")
+            self.one(RunOptions, "downcast_bf16")
 
     def _list(self, question: str) -> list[str]:
         found: list[str] = []
@@ -356,31 +314,31 @@ class Questionnaire:
         return found
 
     def _sagemaker(self) -> None:
-        self._one(SageMakerOptions, "profile", default="default")
-        self._one(SageMakerOptions, "region", default="us-east-1")
-        self._one(SageMakerOptions, "iam_role_name", default="accelerate_sagemaker_execution_role")
+        self.one(SageMakerOptions, "profile", default="default")
+        self.one(SageMakerOptions, "region", default="us-east-1")
+        self.one(SageMakerOptions, "iam_role_name", default="accelerate_sagemaker_execution_role")
         for name, question in (
             ("image_uri", "Do you want to use a custom Docker image?"),
             ("sagemaker_inputs_file", "Do you want to provide SageMaker input channels with data locations?"),
             ("sagemaker_metrics_file", "Do you want to enable SageMaker metrics?"),
         ):
-            if self._wants(question, SageMakerOptions, name):
-                self._one(SageMakerOptions, name, required=True)
-        mode = self._one(SageMakerOptions, "distributed_type", choices=("NO", "DATA_PARALLEL"))
+            if self.wants(question, SageMakerOptions, name):
+                self.one(SageMakerOptions, name, required=True)
+        mode = self.one(SageMakerOptions, "distributed_type", choices=("NO", "DATA_PARALLEL"))
         self._compile()
         parallel = mode == "DATA_PARALLEL"
-        self._one(SageMakerOptions, "ec2_instance_type", default="ml.p3.16xlarge" if parallel else "ml.p3.2xlarge")
-        self._one(RunOptions, "debug")
+        self.one(SageMakerOptions, "ec2_instance_type", default="ml.p3.16xlarge" if parallel else "ml.p3.2xlarge")
+        self.one(RunOptions, "debug")
         if parallel:
-            self._one(SageMakerOptions, "num_machines", default=1)
+            self.one(SageMakerOptions, "num_machines", default=1)
         self._precision()
 
     # one option
 
-    def _several(self, group: type[OptionGroup], names: Iterable[str]) -> Answers:
-        return {name: self._one(group, name) for name in names}
+    def several(self, group: type[OptionGroup], names: Iterable[str]) -> Answers:
+        return {name: self.one(group, name) for name in names}
 
-    def _one(
+    def one(
         self,
         group: type[OptionGroup],
         name: str,
@@ -391,7 +349,7 @@ class Questionnaire:
     ) -> Any:
         """Ask an option's own question in the form of its kind of value, store the answer and return it."""
         option = option_of(group, name)
-        proposed = self._proposal(group, name, option.launched if default is None else default)
+        proposed = self.proposal(group, name, option.launched if default is None else default)
         question = f"{option.question or option.help}"
         legal = choices or option.choices
         value: Any
@@ -409,24 +367,24 @@ class Questionnaire:
                 why="" if required else option.help,
                 required=required,
             )
-        self._put(group, name, value)
+        self.put(group, name, value)
         return value
 
-    def _wants(self, question: str, group: type[OptionGroup], name: str) -> bool:
+    def wants(self, question: str, group: type[OptionGroup], name: str) -> bool:
         """Ask a yes/no question before an option's own; yes is proposed where it had a value."""
-        return self.asker.yes(question, self._had(group, name))
+        return self.asker.yes(question, self.had(group, name))
 
-    def _had(self, group: type[OptionGroup], name: str) -> bool:
+    def had(self, group: type[OptionGroup], name: str) -> bool:
         """Return whether the old answers have a value for the option."""
-        return bool(self._proposal(group, name, None))
+        return bool(self.proposal(group, name, None))
 
-    def _proposal(self, group: type[OptionGroup], name: str, default: object) -> Any:
+    def proposal(self, group: type[OptionGroup], name: str, default: object) -> Any:
         """Return the old answer, or ``default`` where there is none."""
         options = getattr(self.old, _NAMES[group])
         value = getattr(options, name, None) if self.old.was_given(f"{_NAMES[group]}.{name}") else None
         return default if value is None else value
 
-    def _put(self, group: type[OptionGroup], name: str, value: object) -> None:
+    def put(self, group: type[OptionGroup], name: str, value: object) -> None:
         """Store the value as an answer unless it is None."""
         if value is not None:
             self.answers[f"{_NAMES[group]}.{name}"] = (value, _SOURCE)

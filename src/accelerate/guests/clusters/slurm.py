@@ -46,9 +46,9 @@ class Slurm(LaunchEngine):
         if launcher is not None:
             return launcher == "slurm"
         in_script = in_batch_script(host.environment)
-        by_hosts = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
         is_local = launch.compute_environment == "LOCAL_MACHINE" and not launch.use_tpu
-        return in_script and is_local and launch.num_machines > 1 and launch.main_process_ip is None and not by_hosts
+        knows_hosts = launch.main_process_ip is not None or settings.host_file is not None
+        return in_script and is_local and launch.num_machines > 1 and not knows_hosts
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """Plan srun's command line, or sbatch's with its script."""

@@ -11,5 +11,5 @@ GUEST: Final = Guest(
     strategies=(
         Candidate(f"{__name__}.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
     ),
-    plugin=f"{__name__}.plugin:complete",
+    settings=f"{__name__}.groups:GROUPS",
 )

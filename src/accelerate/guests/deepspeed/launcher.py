@@ -16,6 +16,7 @@ from ...launch.engine import LaunchEngine, base_environment
 from ...launch.plan import LaunchPlan, Program
 from ...launch.remote import forwarded_environment, hosts_of, named_file, run_command, spread
 from ...ports import DEFAULT_PORT
+from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
 
 if TYPE_CHECKING:
     from ...launch.preflight import Host
@@ -38,17 +39,18 @@ class DeepSpeedLauncher(LaunchEngine):
         """Return whether DeepSpeed's launcher was selected, or its hostfile was given without another launcher."""
         if settings.cluster.launcher is not None:
             return settings.cluster.launcher == "deepspeed"
-        if settings.deepspeed is None or settings.launch.num_machines == 1:
+        if settings.find(DeepSpeedOptions) is None or settings.launch.num_machines == 1:
             return False
-        named = settings.deepspeed_launch.deepspeed_multinode_launcher
-        return named != "standard" if named else settings.deepspeed_launch.deepspeed_hostfile is not None
+        options = _options(settings)
+        named = options.deepspeed_multinode_launcher
+        return named != "standard" if named else options.deepspeed_hostfile is not None
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """Plan one ``deepspeed`` command that runs the encoded command of this launch."""
         from .encoded_command import encode_command
 
         launch = settings.launch
-        launcher = settings.deepspeed_launch.deepspeed_multinode_launcher or "pdsh"
+        launcher = _options(settings).deepspeed_multinode_launcher or "pdsh"
         total, per_host = spread(settings, host, launch.num_machines)
         where, first = _where(settings)
         address, port = launch.main_process_ip or first, launch.main_process_port or DEFAULT_PORT
@@ -85,9 +87,15 @@ class DeepSpeedLauncher(LaunchEngine):
         return run_command(plan, "pip install deepspeed")
 
 
+def _options(settings: Settings) -> DeepSpeedLaunchOptions:
+    found = settings.find(DeepSpeedLaunchOptions)
+    assert found is not None  # settings always have this group
+    return found
+
+
 def _where(settings: Settings) -> tuple[tuple[str, ...], str | None]:
     """Return (the option that names the hostfile, its first host)."""
-    given = settings.deepspeed_launch.deepspeed_hostfile
+    given = _options(settings).deepspeed_hostfile
     if given is None:
         if Path(_DEFAULT_HOSTFILE).is_file():
             return (), None
@@ -108,7 +116,7 @@ def _where(settings: Settings) -> tuple[tuple[str, ...], str | None]:
 
 
 def _limits(settings: Settings, launcher: str, num_machines: int, per_host: int) -> tuple[str, ...]:
-    options = settings.deepspeed_launch
+    options = _options(settings)
     filters = (("--include", options.deepspeed_inclusion_filter), ("--exclude", options.deepspeed_exclusion_filter))
     given = tuple(argument for name, value in filters if value for argument in (name, value))
     if launcher in _WHOLE_HOSTFILE:

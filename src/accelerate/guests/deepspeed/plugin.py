@@ -349,8 +349,9 @@ def complete(
                 "first `Accelerator` is initialized with all the plugins you want to use, as a dictionary by name."
             )
         return earlier, active_plugin(earlier)
-    assert settings.deepspeed is not None
-    found: Any = DeepSpeedPlugin.of(settings.deepspeed) if given is None else given
+    options = settings.find(DeepSpeedOptions)
+    assert options is not None  # it is called then only
+    found: Any = DeepSpeedPlugin.of(options) if given is None else given
     every: list[object] = list(found.values()) if isinstance(found, dict) else [found]
     for plugin in every:
         if not isinstance(plugin, DeepSpeedPlugin):

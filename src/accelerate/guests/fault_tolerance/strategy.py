@@ -29,7 +29,7 @@ class KeptReplicas(Strategy):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        asked = [name for name in _REFUSED if getattr(options.plugins, name) is not None]
+        asked = [name for name in _REFUSED if options.plugins.has(name)]
         asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
         if asked:
             raise PreparationError(

@@ -151,8 +151,9 @@ def complete(
             f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). "
             f"{MEGATRON_REMEDY}"
         ) from error
-    assert settings.megatron is not None
-    plugin = MegatronLMPlugin.of(settings.megatron)
+    options = settings.find(MegatronOptions)
+    assert options is not None  # it is called then only
+    plugin = MegatronLMPlugin.of(options)
     plugin.set_mixed_precision(str(settings.run.mixed_precision))
     return plugin, plugin
 
