@@ -227,15 +227,15 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
-CORE_LIMIT: Final = (42_794, 316)
-GUESTS_LIMIT: Final = (14_348, 109)
+CORE_LIMIT: Final = (42_532, 314)
+GUESTS_LIMIT: Final = (14_610, 111)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 
 # Foreign objects that are asked what they can do: (file, attribute) -> whose object it is.
 FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
 
-# Rooms whose classes are subclassed from outside; settings/ holds the plain options that plugins inherit.
+# Rooms whose classes are subclassed from outside; settings/ and options.py hold the options that plugins inherit.
 PUBLIC_CLASS_ROOMS: Final = (
     "settings/",
     "plugins/",
@@ -243,6 +243,8 @@ PUBLIC_CLASS_ROOMS: Final = (
     "hooks/",
     "test_utils/",
     "errors.py",
+    "guests/deepspeed/options.py",
+    "guests/megatron/options.py",
     "guests/preemption/policy.py",
 )
 

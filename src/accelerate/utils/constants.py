@@ -45,7 +45,7 @@ from ..versions import (
 )
 
 if TYPE_CHECKING:
-    from ..settings.deepspeed import DEEPSPEED_MULTINODE_LAUNCHERS
+    from ..guests.deepspeed.options import DEEPSPEED_MULTINODE_LAUNCHERS
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
@@ -83,5 +83,5 @@ __all__ = [
 ]
 
 __getattr__: Callable[[str], Any] = names_from(
-    __name__, "accelerate", {"settings.deepspeed": "DEEPSPEED_MULTINODE_LAUNCHERS"}
+    __name__, "accelerate", {"guests.deepspeed.options": "DEEPSPEED_MULTINODE_LAUNCHERS"}
 )

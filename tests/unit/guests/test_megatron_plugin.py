@@ -10,9 +10,9 @@ import torch
 
 from accelerate.errors import SettingError
 from accelerate.guests.megatron import plugin as megatron_models
+from accelerate.guests.megatron.options import option_names
 from accelerate.guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
 from accelerate.settings import env
-from accelerate.settings.megatron import option_names
 from accelerate.utils import BertTrainStep, T5TrainStep
 
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate.errors import SettingError
+from accelerate.guests.deepspeed.options import DeepSpeedOptions
 from accelerate.settings import env
-from accelerate.settings.deepspeed import DeepSpeedOptions
 from accelerate.settings.fp8 import Fp8Options
 from accelerate.settings.fsdp import FsdpOptions
 from accelerate.settings.labels import DynamoBackend

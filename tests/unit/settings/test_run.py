@@ -10,10 +10,10 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from accelerate.errors import SettingError
-from accelerate.settings.deepspeed import DeepSpeedOptions
+from accelerate.guests.deepspeed.options import DeepSpeedOptions
+from accelerate.guests.megatron.options import MegatronOptions
 from accelerate.settings.fp8 import TeOptions
 from accelerate.settings.fsdp import FsdpOptions
-from accelerate.settings.megatron import MegatronOptions
 from accelerate.settings.option import Source, options_of
 from accelerate.settings.parallelism import ContextParallelOptions, ParallelismOptions
 from accelerate.settings.run import Settings, check_launchable, check_world, collect, encode_settings, launch_options_of

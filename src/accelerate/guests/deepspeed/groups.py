@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from ...errors import SettingError
 from ...optional import installed_version
-from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
 from ...settings.group import Group
+from .options import DeepSpeedLaunchOptions, DeepSpeedOptions
 
 if TYPE_CHECKING:
     from ...settings.tree import Settings

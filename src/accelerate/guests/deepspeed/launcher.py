@@ -16,7 +16,7 @@ from ...launch.engine import LaunchEngine, base_environment
 from ...launch.plan import LaunchPlan, Program
 from ...launch.remote import forwarded_environment, hosts_of, named_file, run_command, spread
 from ...ports import DEFAULT_PORT
-from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
+from .options import DeepSpeedLaunchOptions, DeepSpeedOptions
 
 if TYPE_CHECKING:
     from ...launch.preflight import Host

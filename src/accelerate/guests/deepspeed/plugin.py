@@ -22,8 +22,8 @@ from ...plugins.fsdp import get_module_class_from_name
 from ...plugins.handlers import LaunchedOptions, canonicalize
 from ...plugins.placeholder import Placeholder
 from ...settings import env
-from ...settings.deepspeed import DeepSpeedOptions
 from ...settings.fp8 import MSAMP_IS_GONE
+from .options import DeepSpeedOptions
 
 if TYPE_CHECKING:
     import torch

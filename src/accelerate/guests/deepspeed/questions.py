@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
+from .options import DeepSpeedLaunchOptions, DeepSpeedOptions
 
 if TYPE_CHECKING:
     from ...commands.config.questions import Questionnaire

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ...errors import SettingError
 from ...optional import MEGATRON_REMEDY, can_be_found
 from ...settings.group import Group
-from ...settings.megatron import MegatronOptions
+from .options import MegatronOptions
 
 if TYPE_CHECKING:
     from ...settings.tree import Settings

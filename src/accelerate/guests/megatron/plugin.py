@@ -13,7 +13,7 @@ from ...errors import MissingDependency, SettingError
 from ...optional import MEGATRON_REMEDY
 from ...plugins.handlers import LaunchedOptions
 from ...plugins.placeholder import Placeholder
-from ...settings.megatron import MegatronOptions, option_names
+from .options import MegatronOptions, option_names
 
 if TYPE_CHECKING:
     from ...settings.tree import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...settings.megatron import MegatronOptions
+from .options import MegatronOptions
 
 if TYPE_CHECKING:
     from ...commands.config.questions import Questionnaire

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
-from .option import OptionGroup, option
+from ...settings.option import OptionGroup, option
 
 #: The use of an option: an argument of Megatron-LM, one of its schedule's, or none of them: Accelerate reads it.
 Use = Literal["argument", "schedule", "own"]
