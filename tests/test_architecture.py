@@ -227,8 +227,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
-CORE_LIMIT: Final = (42_532, 314)
-GUESTS_LIMIT: Final = (14_610, 111)
+CORE_LIMIT: Final = (42_564, 314)
+GUESTS_LIMIT: Final = (14_561, 111)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

@@ -21,7 +21,7 @@ _ANSWERS: Final = {
 class AnsweringStore(Store):
     """An in-memory store that acts as if every other rank had just done the same as this one.
 
-    The others are at each barrier already, agree in each comparison, and take part in each call.
+    The others are at each barrier already, agree in each comparison, give the same values, and take part in each call.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,11 +32,11 @@ class AnsweringStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Set the value of a key."""
-        self._values[key] = _as_bytes(value)
+        self._values[_shared(key)] = _as_bytes(value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, or the other ranks' answer if it isn't set."""
-        found = self._values.get(key)
+        found = self._values.get(_shared(key))
         if found is None:
             found = _ANSWERS.get(_leaf(key), "").encode()
         return found
@@ -47,7 +47,7 @@ class AnsweringStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have a value."""
-        return all(key in self._values or _leaf(key) in _ANSWERS for key in keys)
+        return all(_shared(key) in self._values or _leaf(key) in _ANSWERS for key in keys)
 
     def wait(self, keys: list[str], timeout: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return at once, without waiting."""
@@ -72,6 +72,12 @@ class AnsweringStore(Store):
 
 def _leaf(key: str) -> str:
     return key.rpartition("/")[2]
+
+
+def _shared(key: str) -> str:
+    """Return the key of what all ranks give in an exchange, which is what this rank gives; else `key`."""
+    parent = key.rpartition("/")[0]
+    return parent if _leaf(parent) == "given" else key
 
 
 def _as_bytes(value: str | bytes) -> bytes:

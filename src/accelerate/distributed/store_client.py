@@ -12,6 +12,7 @@ complete.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import zlib
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from ..callers import call_site
 from ..errors import CollectiveError
-from ..torch_private.distributed import set_keys, tcp_store
+from ..torch_private.distributed import get_keys, set_keys, tcp_store
 from ..wording import some_ranks
 from .call_rendezvous import CallRendezvous
 from .exits import ExitWatch, has_clients
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 Response = TypeVar("Response")
 
+#: How often a rank that waits in an exchange checks whether another has left.
+_EXCHANGE_CHECK_SECONDS: Final = 0.2
 #: How long an operation may take before the states of the other ranks are examined.
 CHECK_SECONDS: Final = 2.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
@@ -71,6 +74,8 @@ _KEPT_NOTIFICATIONS: Final = 16
 _OPEN: Final = "1"
 #: The value of an agreement's key if the ranks differ.
 _DIFFERENT: Final = "different"
+#: The number of ranks that make no more calls.
+_NUM_LEFT: Final = "num_left"
 _COUNT_BITS: Final = 20
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: Operations that no rank leaves before all have entered.
@@ -158,18 +163,18 @@ class Coordinator:
                     delete_keys(store, f"{last_barrier}/arrived", f"{last_barrier}/open")
                 store.compare_set(f"{name}/open", "", _OPEN)
 
-        self._raise_verdict(self._wait_for_value(f"{name}/open", after=arrive, checks_torch=checks_torch, of_all=True))
+        self._raise_verdict(self._wait_for_ranks(f"{name}/open", after=arrive, checks_torch=checks_torch, of_all=True))
 
     def stop_others(self, operation: str, reason: str) -> None:
         """Make ``operation``, the other ranks' next one, raise on them for ``reason`` instead of taking part.
 
         If a running operation waits for this rank, it raises too.
         """
-        running, text = f"{self.number}/{operation}/work", Verdict("stopped", self.rank, text=reason).encoded()
+        running, verdict = f"{self.number}/{operation}/work", Verdict("stopped", self.rank, text=reason)
         name = f"{self.begin(operation)}/{operation}"
         self._last_barrier = name
         for key in (running, f"{name}/open"):
-            self.request(lambda key=key: self.store.compare_set(key, "", text))
+            self._publish_verdict(key, verdict)
 
     def require_all(self, operation: str) -> None:
         """Raise CollectiveError on every rank unless all of them make this call."""
@@ -194,7 +199,7 @@ class Coordinator:
         Raises:
             CollectiveError: it never will, or doesn't within the timeout.
         """
-        self._raise_verdict(self._wait_for_value(key, setter))
+        self._raise_verdict(self._wait_for_ranks(key, setter))
 
     def explain(self, error: Exception) -> str:
         """Return why the running operation failed with `error`, as far as the other ranks' states show."""
@@ -224,7 +229,9 @@ class Coordinator:
                     raise CollectiveError(self.explain(error)) from error
                 waited += interval
                 if waited >= next_check:
-                    self._examine(key, num_checks, waited_seconds=waited.total_seconds())
+                    verdict = self._examine(key, num_checks, waited_seconds=waited.total_seconds())
+                    if verdict is not None:
+                        self._publish_verdict(key, verdict)
                     if key in (found := self.published([key])):
                         self._raise_verdict(found[key])
                     num_checks, next_check = num_checks + 1, waited + timedelta(seconds=self._pause_seconds(0.0))
@@ -258,10 +265,44 @@ class Coordinator:
             outcome = _OPEN if total == len(ranks) else _DIFFERENT
             return self.store.compare_set(f"{name}/open", "", outcome).decode()
 
-        outcome = self.request(arrive) or self._wait_for_value(f"{name}/open")
+        outcome = self.request(arrive) or self._wait_for_ranks(f"{name}/open")
         if outcome != _DIFFERENT:
             self._raise_verdict(outcome)
         return outcome == _OPEN
+
+    def exchange(self, name: str, value: str, combine: Callable[[list[str]], str], *, seconds: float) -> str | Verdict:
+        """Give `value`, and return `combine(values of all ranks)`, the same on every rank; or why there is none.
+
+        The last rank to arrive combines the values. It isn't a numbered operation, and any thread may call it.
+
+        Args:
+            name: of this exchange alone, the same on every rank.
+            seconds: after so long, the exchange ends for all ranks; it also ends once a rank leaves the world.
+        """
+        key = f"{name}/open"
+        keys = [f"{name}/given/{rank}" for rank in range(self.size)]
+
+        def arrive(store: Store) -> None:
+            store.set(keys[self.rank], value)
+            if store.add(f"{name}/arrived", 1) == self.size:
+                store.compare_set(key, "", _OPEN + combine(get_keys(store, keys)))
+
+        def find(waited_seconds: float) -> Verdict | None:
+            if self.request(lambda: self.store.check([_NUM_LEFT])):
+                return Verdict("left")
+            if waited_seconds < seconds:
+                return None
+            given = self.published(keys)
+            absent = [rank for rank in range(self.size) if keys[rank] not in given]
+            return Verdict("late", self.rank, text=some_ranks(absent, 16) if absent else "")
+
+        pause = max(_EXCHANGE_CHECK_SECONDS, self.size / _RANKS_PER_SECOND)
+        answer = self._wait_for_value(key, find, lambda _: pause, seconds, arrive)
+        return answer.removeprefix(_OPEN) if answer.startswith(_OPEN) else Verdict.of(answer)
+
+    def end_exchange(self, name: str) -> None:
+        """End an exchange for all ranks, unless it has ended, because this rank leaves the world."""
+        self._publish_verdict(f"{name}/open", Verdict("left", self.rank))
 
     def leave(self, *groups: object) -> None:
         """Publish that this rank makes no more calls, and stop the hang watch.
@@ -274,7 +315,7 @@ class Coordinator:
 
         def announce_departure() -> None:
             set_keys(self.store, values)
-            if self.store.add("num_left", 1) == self.size:
+            if self.store.add(_NUM_LEFT, 1) == self.size:
                 self.store.set("all_left", _OPEN)
             if self.rank == 0:
                 self.announce("calls")  # ranks that wait for this one
@@ -340,7 +381,7 @@ class Coordinator:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def _wait_for_value(
+    def _wait_for_ranks(
         self,
         key: str,
         setter: int | None = None,
@@ -349,25 +390,44 @@ class Coordinator:
         checks_torch: bool = False,
         of_all: bool = False,
     ) -> str:
-        """Make the requests `after`, then wait for the value of `key`; if it can't be set, publish a verdict there.
+        """Wait for the value of `key` in a numbered operation, as `_wait_for_value`; one rank examines all.
 
         Args:
             of_all: the key is set when all ranks have arrived, so the end of a watched process is an error.
         """
-        start, num_checks = time.monotonic(), 0
-        limit, pause = self.timeout.total_seconds(), self._pause_seconds(0.0)
-        with self.waits.start(key, given_up=Verdict("late", self.rank).encoded(), after=after) as wait:
-            while not wait.is_over(max(0.0, min(pause, start + limit - time.monotonic()))):
-                if time.monotonic() - start >= limit:
-                    raise CollectiveError(self._too_late())
-                verdict = self._end_of_watched(key) if of_all else None
-                verdict = verdict or self._examine(
-                    key, num_checks, setter, checks_torch=checks_torch, waited_seconds=time.monotonic() - start
-                )
-                if verdict is not None:
-                    raise CollectiveError(self._in_words(verdict))
-                num_checks += 1
-                pause = self._pause_seconds(0.0 if of_all and self.exits.is_watching else time.monotonic() - start)
+        rounds = itertools.count()
+
+        def find(waited_seconds: float) -> Verdict | None:
+            if of_all and (ended := self.exits.ended()):
+                return Verdict("left", ended[0])
+            return self._examine(key, next(rounds), setter, checks_torch=checks_torch, waited_seconds=waited_seconds)
+
+        def pause(waited_seconds: float) -> float:
+            return self._pause_seconds(0.0 if of_all and self.exits.is_watching else waited_seconds)
+
+        return self._wait_for_value(key, find, pause, self.timeout.total_seconds(), after)
+
+    def _wait_for_value(
+        self,
+        key: str,
+        find: Callable[[float], Verdict | None],
+        pause: Callable[[float], float],
+        seconds: float,
+        after: Callable[[Store], object] | None = None,
+    ) -> str:
+        """Make the requests `after`, then wait for the value of `key`; if none will come, publish a verdict as such.
+
+        Args:
+            find: returns the verdict, if there is one, after so many seconds of waiting.
+            pause: returns the seconds until the next question to `find`, after so many seconds of waiting.
+            seconds: how long to wait.
+        """
+        late, start, waited = Verdict("late", self.rank), time.monotonic(), 0.0
+        with self.waits.start(key, given_up=late.encoded(), after=after) as wait:
+            while not wait.is_over(max(0.0, min(pause(waited), seconds - waited))):
+                waited = time.monotonic() - start
+                if (verdict := find(waited) or (late if waited >= seconds else None)) is not None:
+                    return self._publish_verdict(key, verdict)
             return self._values_of(wait)[0]
 
     def _values_of(self, wait: Wait[list[str]]) -> list[str]:
@@ -386,6 +446,8 @@ class Coordinator:
             raise CollectiveError(self._in_words(Verdict.of(value)))
 
     def _in_words(self, verdict: Verdict) -> str:
+        if verdict == Verdict("late", self.rank):
+            return self._too_late()
         return verdict.explain(self.rank, self._state())
 
     def _state(self) -> RankState:
@@ -476,7 +538,7 @@ class Coordinator:
         checks_torch: bool = False,
         waited_seconds: float = 0.0,
     ) -> Verdict | None:
-        """Examine all ranks, unless another rank does in this round; publish under `key` and return the verdict."""
+        """Examine all ranks, unless another rank does in this round, and return the verdict."""
         if self._published_number != self.number:
             self._publish_operation()
         round_key = f"{key}/round/{num_checks}"
@@ -490,19 +552,11 @@ class Coordinator:
         elif verdict is None and waited_seconds >= _TORCH_CHECK_SECONDS and dist.get_pg_count() == 1:
             # The only group has all ranks, so any torch collective that the missing ranks are in needs this rank.
             verdict = self._stuck_in_torch(_TORCH_CHECK_SECONDS)
-        return None if verdict is None else self._published_verdict(key, verdict)
+        return verdict
 
-    def _end_of_watched(self, key: str) -> Verdict | None:
-        """If a watched rank's process has ended, publish that under `key` and return it."""
-        ended = self.exits.ended()
-        if not ended:
-            return None
-        return self._published_verdict(key, Verdict("left", ended[0]))
-
-    def _published_verdict(self, key: str, verdict: Verdict) -> Verdict | None:
-        """Publish `verdict` under `key` and return it; None if the key is already set."""
-        text = verdict.encoded()
-        return verdict if self.request(lambda: self.store.compare_set(key, "", text)).decode() == text else None
+    def _publish_verdict(self, key: str, verdict: Verdict) -> str:
+        """Set `key` to `verdict` unless it is set, and return its value."""
+        return self.request(lambda: self.store.compare_set(key, "", verdict.encoded())).decode()
 
     def _find_conflict(self, setter: int | None = None) -> Verdict | None:
         return find_conflict(self.rank, self._state(), self._states(), setter, _NEEDS_ALL)

@@ -128,6 +128,28 @@ def test_ranks_that_never_arrive_cant_agree() -> None:
     assert "Not there: rank 1." in waiting
 
 
+def exchange(coordinator: Coordinator, seconds: float = 20.0) -> str | Verdict:
+    return coordinator.exchange("one", str(coordinator.rank), ",".join, seconds=seconds)
+
+
+def test_every_rank_gets_what_one_makes_of_the_values_of_all() -> None:
+    assert run_ranks(exchange, exchange, exchange) == ["0,1,2"] * 3
+
+
+def test_an_exchange_that_ends_too_late_names_the_ranks_that_gave_nothing() -> None:
+    def wait(coordinator: Coordinator) -> str | Verdict:
+        return exchange(coordinator, 0.5)
+
+    one, other, _ = run_ranks(wait, wait, lambda coordinator: None)
+    assert isinstance(one, Verdict) and (one.kind, one.text) == ("late", "rank 2") and one == other
+
+
+@pytest.mark.parametrize("how", [Coordinator.leave, lambda coordinator: coordinator.end_exchange("one")])
+def test_a_rank_that_leaves_ends_the_exchange_of_the_others(how: Callable[[Coordinator], None]) -> None:
+    one, _ = run_ranks(exchange, how)
+    assert isinstance(one, Verdict) and one.kind == "left"
+
+
 def test_old_keys_are_deleted() -> None:
     def many(coordinator: Coordinator) -> int:
         for _ in range(20):

@@ -98,11 +98,12 @@ def saves(coordinator: Coordinator) -> tuple[list[int], str]:
         (joins, 10),
         (lambda coordinator: coordinator.wait_for_everyone(), 6),
         (agrees, 5),
+        (lambda coordinator: coordinator.exchange("one", "", "".join, seconds=20) and None, 6),
         (saves, 20),
         (lambda coordinator: coordinator.calls.find_participants("save_state", "somewhere") and None, 24),
         (lambda coordinator: coordinator.leave(), 5),
     ],
-    ids=["join", "barrier", "agree", "save", "participants", "leave"],
+    ids=["join", "barrier", "agree", "exchange", "save", "participants", "leave"],
 )
 def test_the_requests_of_a_rank_are_as_many_whatever_the_size(
     act: Callable[[Coordinator], Any], most: int, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,10 @@ def test_everyone_agrees_in_the_world_and_in_a_group(coordinator: Coordinator) -
     assert coordinator.agree(9, range(coordinator.rank % 8, SIZE, 8))
 
 
+def test_everyone_gives_the_same(coordinator: Coordinator) -> None:
+    assert coordinator.exchange("one", "7", lambda values: str(sum(map(int, values))), seconds=5) == str(7 * SIZE)
+
+
 def test_all_take_part_in_a_call(coordinator: Coordinator) -> None:
     for _ in range(2):
         participants = coordinator.calls.find_participants("save_state", "somewhere")

@@ -14,12 +14,11 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
-from ...distributed.store_requests import read_present
 from ...torch_private.distributed import set_keys
-from ...wording import some_ranks
 
 if TYPE_CHECKING:
     from ...distributed.store_client import Coordinator
@@ -43,15 +42,8 @@ _SHARE_OF_ROUND: Final = 2 / 3
 _SHORTEST_ROUND_SECONDS: Final = 4.0
 #: How long a rank that is late itself waits for the others.
 _LATE_SECONDS: Final = 10.0
-#: The requests per second of all ranks together while they wait.
-_RANKS_PER_SECOND: Final = 1024
-#: The outcome of a round in which a rank has given up.
+#: The notice that ends a thread's wait for one.
 _NONE: Final = "none"
-_ALL_THERE: Final = "1"
-#: The outcome in which all ranks reached the point and continue.
-_NOT_YET: Final = "not yet"
-#: Set by a rank that leaves the world: it passes no more points, so the run ends normally.
-_ENDS: Final = "preemption/ends"
 
 
 @final
@@ -73,15 +65,6 @@ class Notice:
 
 
 @final
-@dataclass(frozen=True)
-class Agreed:
-    """The last point that any rank has passed, as all ranks know in this round."""
-
-    point: Point
-    number: int
-
-
-@final
 class StopAgreement:
     """One rank's part of the agreement.
 
@@ -99,7 +82,7 @@ class StopAgreement:
         self._number = 0  # of the round; a notice has one or several rounds
         self._own: Point | None = None  # the point that this rank has published
         self._has_published = threading.Event()
-        self._agreed: Agreed | None = None
+        self._agreed: Point | None = None  # the last point that any rank has passed, as all ranks know in this round
         self._is_decided = threading.Event()
         self._num_met = 0  # how often all ranks have met in this round and continued
         self._is_there = False  # whether this rank is at the agreed point
@@ -134,11 +117,10 @@ class StopAgreement:
         self._notices.stop()
         self._heard.put(None)
         if self._coordinator is not None:
-            met = f"met/{self._num_met}/open"
             with contextlib.suppress(RuntimeError):  # the store has ended
-                self._settle(_ENDS, _ALL_THERE)
-                for name in (f"notice/{self._rank}", "passed/furthest", met):  # keys for which a thread may wait
-                    self._settle(self._key(name), _NONE)
+                self._tell([self._rank], _NONE)
+                for name in ("passed", f"met/{self._num_met}"):  # this rank passes no more points: the run ends
+                    self._coordinator.end_exchange(self._key(name))
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
@@ -146,10 +128,10 @@ class StopAgreement:
 
     # -- the loop's thread ---------------------------------------------------------------------------------
 
-    def wait_for_decision(self, point: Point) -> Agreed | None:
-        """Return the agreement of all ranks if this rank's loop must not pass ``point`` before it.
+    def wait_for_decision(self, point: Point) -> Point | None:
+        """Return the last point that any rank has passed, if this rank's loop must not pass ``point`` before it.
 
-        None if it may pass, or if there is no agreement.
+        None if it may pass, or if the ranks don't agree.
         """
         self._has_published.wait(self._seconds_left())
         if self._own is not None and point <= self._own:
@@ -162,7 +144,7 @@ class StopAgreement:
         """Whether there is time to finish work that a stop would abandon: in the first round, while it lasts."""
         return self.notice is not None and self.notice.seconds is None and self._seconds_left() > 0.0
 
-    def meet(self, agreed: Agreed, where: str, *, goes_on: bool = False) -> bool:
+    def meet(self, where: str, *, goes_on: bool = False) -> bool:
         """Wait until all ranks reach the agreed point; return False if one doesn't within the grace period.
 
         Also return False if all ranks prefer to continue and have time for it; then they meet at the next point.
@@ -171,34 +153,14 @@ class StopAgreement:
             where: the point in words, the same on all ranks.
             goes_on: this rank prefers to continue.
         """
-        coordinator, self._is_there = self._coordinator, True
-        if coordinator is None:
-            self._is_there = not goes_on
-            return not goes_on
-        name = f"preemption/{agreed.number}/met/{self._num_met}"
-
-        def arrive() -> int:
-            coordinator.store.set(f"{name}/{self._rank}", json.dumps([where, goes_on]))
-            return coordinator.store.add(f"{name}/arrived", 1)
-
-        if coordinator.request(arrive) == self._size:
-            points, go_on = zip(*map(json.loads, self._values(name).values()), strict=True)
-            outcome = _NOT_YET if all(go_on) else _ALL_THERE
-            self._settle(f"{name}/open", outcome if len(set(points)) == 1 else _NONE)
-        outcome = self._wait_for(f"{name}/open")
-        if outcome == _NONE:
-            self._give_up(self._reason(name))
-        elif outcome == _NOT_YET:
+        self._is_there = True
+        outcome = self._exchange(f"met/{self._num_met}", [where, goes_on], _outcome_of_meeting, "come to the step")
+        if isinstance(outcome, str):
+            self._give_up(outcome)
+        elif outcome is False:
             self._num_met += 1
             self._is_there = False
-        return outcome == _ALL_THERE
-
-    def _reason(self, name: str) -> str:
-        points = {rank: json.loads(text)[0] for rank, text in self._values(name).items()}
-        absent = set(range(self._size)) - points.keys()
-        if absent:
-            return f"{some_ranks(absent, 16)} didn't come to the step within {self._round_seconds:.0f} s"
-        return "the ranks came to different steps: " + ", ".join(f"rank {r}: {p}" for r, p in sorted(points.items()))
+        return outcome is True
 
     # -- this object's thread ------------------------------------------------------------------------------
 
@@ -245,10 +207,12 @@ class StopAgreement:
         if coordinator is None:
             self._heard.put(notice)
             return
-        if coordinator.request(lambda: coordinator.store.add(self._key("num_notices"), 1)) > 1:
-            return
-        text = json.dumps(asdict(notice))
-        keys = {self._key(f"notice/{rank}"): text for rank in range(self._size)}
+        if coordinator.request(lambda: coordinator.store.add(self._key("num_notices"), 1)) == 1:
+            self._tell(range(self._size), json.dumps(asdict(notice)))
+
+    def _tell(self, ranks: Iterable[int], text: str) -> None:
+        coordinator, keys = self._coordinator, {self._key(f"notice/{rank}"): text for rank in ranks}
+        assert coordinator is not None
         coordinator.request(lambda: set_keys(coordinator.store, keys))
 
     def _decide(self, notice: Notice) -> None:
@@ -264,29 +228,26 @@ class StopAgreement:
         self.is_asked = True  # from here on the loop waits at its next point
         self._own = self.passed
         self._has_published.set()
-        self._agreed = self._agree(self._own)
+        furthest = self._exchange("passed", self._own, max, "answer")
+        self._agreed = None if furthest is None else cast("Point", tuple(furthest))
         self._is_decided.set()
 
-    def _agree(self, own: Point) -> Agreed | None:
+    def _exchange(self, name: str, value: object, combine: Callable[[list[Any]], Any], missed: str) -> Any:
+        """Return ``combine(values of all ranks)``, the same on every rank; None if this round has been given up."""
         coordinator = self._coordinator
         if coordinator is None:
-            return Agreed(own, self._number)
-        name = self._key("passed")
-
-        def answer() -> int:
-            coordinator.store.set(f"{name}/{self._rank}", json.dumps(own))
-            return coordinator.store.add(f"{name}/answered", 1)
-
-        if coordinator.request(answer) == self._size:
-            self._settle(f"{name}/furthest", json.dumps(max(map(json.loads, self._values(name).values()))))
-        outcome = self._wait_for(f"{name}/furthest")
-        if outcome != _NONE:
-            loops, backwards, batches = json.loads(outcome)
-            return Agreed((loops, backwards, batches), self._number)
-        absent = set(range(self._size)) - self._values(name).keys()
+            return combine([value])
+        answer = coordinator.exchange(
+            self._key(name),
+            json.dumps(value),
+            lambda values: json.dumps(combine(list(map(json.loads, values)))),
+            seconds=max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS)),
+        )
+        if isinstance(answer, str):
+            return json.loads(answer)
+        self._run_ends = answer.kind == "left"
         if not self._stopped.is_set():
-            who = some_ranks(absent, 16) if absent else "a rank"
-            self._give_up(f"{who} didn't answer within {self._round_seconds:.0f} s")
+            self._give_up(f"{answer.text or 'a rank'} didn't {missed} within {self._round_seconds:.0f} s")
         return None
 
     def _give_up(self, reason: str) -> None:
@@ -308,40 +269,16 @@ class StopAgreement:
             self._notices.settle()
         self.is_asked = self._is_there = self._is_late = False
 
-    # -- the store -----------------------------------------------------------------------------------------
-
-    def _settle(self, key: str, outcome: str) -> None:
-        coordinator = self._coordinator
-        assert coordinator is not None
-        coordinator.request(lambda: coordinator.store.compare_set(key, "", outcome))
-
-    def _wait_for(self, key: str) -> str:
-        """Return the outcome of a round, the same on all ranks; a rank that gives up sets it to an empty one."""
-        coordinator = self._coordinator
-        assert coordinator is not None
-        until = time.monotonic() + max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS))
-        pause = max(_LISTEN_SECONDS, self._size / _RANKS_PER_SECOND)
-        with coordinator.waits.start(key, given_up=_NONE) as outcome:
-            while not outcome.is_over(max(0.0, min(pause, until - time.monotonic()))):
-                if time.monotonic() >= until or self._has_any_left():
-                    break
-        found = coordinator.request(lambda: coordinator.store.get(key)).decode()
-        self._run_ends = found == _NONE and self._has_any_left()
-        return found
-
-    def _has_any_left(self) -> bool:
-        coordinator = self._coordinator
-        assert coordinator is not None
-        return coordinator.request(lambda: coordinator.store.check([_ENDS]))
-
     def _seconds_left(self) -> float:
         return max(0.0, self._round_deadline - time.monotonic())
 
     def _key(self, name: str) -> str:
         return f"preemption/{self._number}/{name}"
 
-    def _values(self, name: str) -> dict[int, str]:
-        coordinator = self._coordinator
-        assert coordinator is not None
-        found = read_present(coordinator.store, [f"{name}/{rank}" for rank in range(self._size)], coordinator.request)
-        return {int(key.rpartition("/")[2]): text for key, text in found.items()}
+
+def _outcome_of_meeting(given: list[tuple[str, bool]]) -> bool | str:
+    """Return whether the run ends, not yet if all ranks prefer to continue; or why the ranks don't meet."""
+    if len({where for where, _ in given}) > 1:
+        points = ", ".join(f"rank {rank}: {where}" for rank, (where, _) in enumerate(given))
+        return f"the ranks came to different steps: {points}"
+    return not all(goes_on for _, goes_on in given)

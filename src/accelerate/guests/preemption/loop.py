@@ -234,11 +234,11 @@ class Preemption(LoopHook):
         """Return whether all ranks are here and the run ends; False if there is time to finish an evaluation first."""
         agreement = self._agreement
         agreed = agreement.wait_for_decision(point)
-        if agreed is None or point <= agreed.point:
+        if agreed is None or point <= agreed:
             return False
         _, backwards, batches = point
         where = f"{batches} batches after {backwards} backward passes"
-        return agreement.meet(agreed, where, goes_on=leaves_evaluation and agreement.may_finish)
+        return agreement.meet(where, goes_on=leaves_evaluation and agreement.may_finish)
 
     def _stop_if_agreed(self, point: Point, loader: Any, begins: bool, has_trained: bool) -> None:
         """Save and end the process if this is the agreed point; at other points, only wait."""
