@@ -98,11 +98,11 @@ HEAVY_IMPORTS: Final = (
 HEAVY_FILES: Final = frozenset(
     [
         "estimate/",
+        "guests/adopted/strategy.py",
         "guests/checks/",
         "guests/estimate/",
         "guests/pretend/",
         "inference.py",
-        "parallel/adopted.py",
         "parallel/expert_parallel.py",
         "parallel/fsdp/fsdp1.py",
         "parallel/fsdp/fsdp2.py",
@@ -227,8 +227,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
-CORE_LIMIT: Final = (42_564, 314)
-GUESTS_LIMIT: Final = (14_561, 111)
+CORE_LIMIT: Final = (42_474, 313)
+GUESTS_LIMIT: Final = (14_669, 113)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

@@ -247,12 +247,14 @@ class Candidate:
         name: the name of the class.
         suits: ``(settings, world) -> bool``, whether the strategy can train such a run.
         is_instead_of_others: it takes precedence over other strategies, and raises for their settings.
+        takes_shards: it takes over from replicas when ``prepare`` gets a model that is already sharded.
     """
 
     module: str
     name: str
     suits: Callable[..., bool]
     is_instead_of_others: bool = False
+    takes_shards: bool = False
 
     def load(self) -> Any:
         """Import and return the class."""

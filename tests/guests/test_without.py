@@ -166,6 +166,30 @@ def test_the_core_trains_on_two_ranks_without_any(tmp_path: Path) -> None:
     assert ran.returncode == 0 and "trained 2" in ran.stdout, ran.stderr
 
 
+SHARDED = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+try:
+    accelerator.prepare(fully_shard(torch.nn.Linear(4, 4)))
+except NotImplementedError as error:
+    accelerator.print(error)
+accelerator.end_training()
+"""
+
+
+def test_a_model_that_came_sharded_is_refused_without_its_guest(tmp_path: Path) -> None:
+    environment = without(["adopted"], tmp_path / "source")
+    (tmp_path / "train.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    ran = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0 and "FSDPLinear came sharded: the part of accelerate" in ran.stdout, ran.stderr
+
+
 def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path) -> None:
     (tmp_path / "visitor.py").write_text(
         "from accelerate.seams import Command, Guest\n"

@@ -45,13 +45,12 @@ def _splits_layers(settings: Settings, world: World) -> bool:
     return world.size > 1 and settings.parallelism is not None and settings.parallelism.pp_size > 1
 
 
-def _awaits_shards(settings: Settings, world: World) -> bool:
-    """Return True if the settings shard parameters but name no engine for it: the model must come sharded."""
+def _replicates(settings: Settings, world: World) -> bool:
+    """Return True unless the settings shard parameters over the processes."""
     config = settings.parallelism
-    return world.size > 1 and config is not None and (config.dp_shard_size > 1 or config.tp_size > 1)
+    is_whole = config is None or config.dp_shard_size == config.tp_size == 1
+    return world.size > 1 and not world.kind.runtime and is_whole
 
-
-_ADOPTED = Candidate(f"{__name__}.adopted", "Adopted", _awaits_shards)
 
 #: The core's own candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
@@ -59,9 +58,8 @@ ORDER: tuple[Candidate, ...] = (
     Candidate(f"{__name__}.fsdp.fsdp2", "FullyShard", _shards(2)),
     Candidate(f"{__name__}.fsdp.fsdp1", "FlatShard", _shards(1)),
     Candidate(f"{__name__}.tensor_parallel", "TensorParallel", _cuts_layers),
-    _ADOPTED,
     Candidate(f"{__name__}.ddp", "SingleDevice", lambda settings, world: world.size == 1 and not world.kind.runtime),
-    Candidate(f"{__name__}.ddp", "DataParallel", lambda settings, world: world.size > 1 and not world.kind.runtime),
+    Candidate(f"{__name__}.ddp", "DataParallel", _replicates),
 )
 
 
@@ -88,6 +86,7 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
 
     Raises:
         PreparationError: its mesh differs from that of the models before it, or from the ParallelismConfig.
+        NotBuilt: the guest that trains such models is missing.
     """
     from ..modules import is_sharded
 
@@ -96,7 +95,13 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
     known = strategy.mesh
     before = strategy.before_adoption or (strategy, known, strategy.mesh_source)
     if strategy.hands_over_shards:
-        strategy = _ADOPTED.load()(strategy.world, strategy.options)
+        candidate = next((candidate for candidate in seams.strategies() if candidate.takes_shards), None)
+        if candidate is None:
+            raise NotBuilt(
+                f"{type(model).__name__} came sharded: the part of accelerate that trains such models is missing. "
+                "Install accelerate again, or shard the model by Accelerator(fsdp_plugin=...)."
+            )
+        strategy = candidate.load()(strategy.world, strategy.options)
     elif not strategy.adopts(model):
         return strategy
     from .layout import agreed_mesh

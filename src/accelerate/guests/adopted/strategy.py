@@ -13,24 +13,24 @@ from typing import final
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ..checkpointing.run_state import Stateful, StrategyState
-from ..distributed.world import World
-from ..errors import SettingError
-from ..modules import is_sharded, move_tensor
-from ..precision import Precision
-from ..settings.labels import DistributedType
-from ..training.oom_retry import RetryMode
-from ..training.open_window import GradientHolder
-from .base import PreparedArguments, Role, StrategyOptions
-from .compile import uncompiled
-from .ddp import replica_in
-from .fsdp.setup import refuse_old_torch
-from .fsdp.state import checkpoint_state_of, shards_of
-from .gradients import ShardedGradients
-from .rebind import disable_foreach_across_meshes, inner_optimizer
-from .replicas import train_in_place
-from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
-from .state import ModelState
+from ...checkpointing.run_state import Stateful, StrategyState
+from ...distributed.world import World
+from ...errors import SettingError
+from ...modules import is_sharded, move_tensor
+from ...parallel.base import PreparedArguments, Role, StrategyOptions
+from ...parallel.compile import uncompiled
+from ...parallel.ddp import replica_in
+from ...parallel.fsdp.setup import refuse_old_torch
+from ...parallel.fsdp.state import checkpoint_state_of, shards_of
+from ...parallel.gradients import ShardedGradients
+from ...parallel.rebind import disable_foreach_across_meshes, inner_optimizer
+from ...parallel.replicas import train_in_place
+from ...parallel.sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
+from ...parallel.state import ModelState
+from ...precision import Precision
+from ...settings.labels import DistributedType
+from ...training.oom_retry import RetryMode
+from ...training.open_window import GradientHolder
 
 
 @final
