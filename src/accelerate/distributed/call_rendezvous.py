@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypedDict, final
 
 from ..errors import CollectiveError
+from .store_requests import read_if_set
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from ..torch_private.distributed import Store
     from .store_client import Coordinator
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ GRACE_SECONDS: Final = 2.0
 UNWATCHED_SECONDS: Final = 60.0
 #: Number of calls kept in the store for ranks that come late; the keys of older ones are deleted.
 KEPT_CALLS: Final = 64
+#: The outcome of a call whose keys were deleted before this rank read it: rank 0 has made many calls since.
+_FORGOTTEN: Final = json.dumps({"identity": "", "error": ""})
 _CLAIM: Final = 1 << 20  # added to a count of arrived ranks once rank 0 relies on it
 #: How often rank 0 checks whether a rank that it waits for can no longer come.
 _SHORTEST_PAUSE_SECONDS: Final = 0.1
@@ -134,9 +138,18 @@ class CallParticipants:
         """
         coordinator = self._coordinator
         assert coordinator is not None
-        key = f"{self._names[0]}/outcome"
-        coordinator.wait_for(lambda: coordinator.store.check([key]))  # rank 0 notifies when it has set it
-        outcome = json.loads(coordinator.request(lambda: coordinator.store.get(key)))
+        store, name = coordinator.store, self._names[0]
+        found: list[str] = []
+
+        def is_published() -> bool:
+            outcome = read_if_set(store, f"{name}/outcome")
+            if outcome is None and _first_kept(store, name) <= _number_of(name):
+                return False
+            found.append(outcome or _FORGOTTEN)
+            return True
+
+        coordinator.wait_for(is_published)  # rank 0 notifies when it has set it
+        outcome = json.loads(found[0])
         if outcome["error"]:
             raise CollectiveError(f"rank 0: {outcome['error']}")
         return outcome["identity"]
@@ -287,8 +300,8 @@ class CallRendezvous:
         def decided() -> bool:
             for base in keys:
                 self._skip_deleted(base, names, arrived_at)
-                while coordinator.store.check([f"{names[base]}/decision"]):
-                    decision: _Decision = json.loads(coordinator.store.get(f"{names[base]}/decision"))
+                while text := read_if_set(coordinator.store, f"{names[base]}/decision"):
+                    decision: _Decision = json.loads(text)
                     is_this = decision["all"] or decision["moment"] == moment
                     if is_this and self._withdraw_elsewhere(names, decision, arrived_at):
                         found.append(self._participants_of(decision, names[base]))
@@ -315,8 +328,8 @@ class CallRendezvous:
 
     def _skip_deleted(self, base: str, names: dict[str, str], arrived_at: set[str]) -> None:
         """Advance ``names`` past calls whose keys rank 0 has deleted, to one still undecided."""
-        store, first = self._coordinator.store, f"{base}/first"
-        if not store.check([first]) or (number := int(store.get(first))) <= int(names[base].rpartition("/")[2]):
+        number = _first_kept(self._coordinator.store, names[base])
+        if number <= _number_of(names[base]):
             return
         arrived_at.discard(names[base])
         names[base] = f"{base}/{number}"
@@ -347,6 +360,15 @@ class CallRendezvous:
         number = self._counts.get(base, 0)
         self._counts[base] = number + 1
         return f"{base}/{number}"
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("/")[2])
+
+
+def _first_kept(store: Store, name: str) -> int:
+    """Return the number of the oldest call of this kind whose keys rank 0 hasn't deleted."""
+    return int(read_if_set(store, f"{name.rpartition('/')[0]}/first") or 0)
 
 
 def _rank_0_is_absent(operation: str, rank: int, where: str) -> str:

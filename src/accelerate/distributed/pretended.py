@@ -61,7 +61,9 @@ class AnsweringStore(Store):
         return number + others
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Set the key if it has no value; return its value afterwards."""
+        """Set the key if it has no value and none is expected; return its value, or else the one that was expected."""
+        if expected and key not in self._values:
+            return _as_bytes(_ANSWERS.get(_leaf(key), expected))
         with self._lock:
             return self._values.setdefault(key, _as_bytes(desired))
 

@@ -32,6 +32,7 @@ _GIVE_UP_SECONDS: Final = 2.0
 #: How often to check, while connecting to a store, whether it still responds.
 _CONNECTION_CHECK_SECONDS: Final = 1.0
 _NO_KEY: Final = "nothing"
+_NO_VALUE: Final = "\0"  # no key has it
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 
@@ -330,6 +331,15 @@ class Request(Protocol):
 
 def _request_here(call: Callable[[], Response]) -> Response:
     return call()
+
+
+def read_if_set(store: Store, key: str) -> str | None:
+    """Return the value of `key`, or None if it isn't set, in one request.
+
+    For keys that another rank deletes: if it does so after a `check`, `get` would wait, or return an empty value.
+    """
+    value = store.compare_set(key, _NO_VALUE, _NO_VALUE).decode()  # sets nothing if the key isn't set
+    return None if value == _NO_VALUE else value
 
 
 def read_present(store: Store, keys: Sequence[str], request: Request = _request_here) -> dict[str, str]:

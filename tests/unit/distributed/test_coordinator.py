@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.distributed import store_client
+from accelerate.distributed import call_rendezvous, store_client
 from accelerate.distributed.store_client import Coordinator
 from accelerate.distributed.verdicts import Verdict
 from accelerate.errors import CollectiveError
@@ -43,6 +43,42 @@ def run_ranks(*actions: Callable[[Coordinator], Any], seconds: float = 5) -> lis
 
 def test_all_arrive() -> None:
     assert run_ranks(*[lambda coordinator: coordinator.wait_for_everyone()] * 3) == [None] * 3
+
+
+def test_a_rank_that_catches_up_meets_calls_that_are_just_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_rendezvous, "KEPT_CALLS", 1)
+
+    def save_alone(coordinator: Coordinator) -> None:
+        for number in range(300):
+            coordinator.calls.main_alone("save", "here", moment=str(number)).finish()
+
+    def come_late(coordinator: Coordinator) -> str:
+        return coordinator.calls.main_alone("save", "here", moment="299").wait_for_outcome()
+
+    for _ in range(3):
+        assert run_ranks(save_alone, come_late, seconds=20) == [None, ""]
+
+
+def test_a_rank_that_was_away_between_a_call_and_its_outcome_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_rendezvous, "KEPT_CALLS", 1)
+    is_there, is_deleted = threading.Event(), threading.Event()
+
+    def save_alone(coordinator: Coordinator) -> None:
+        participants = coordinator.calls.main_alone("save", "here", moment="first")
+        participants.begin("here")
+        is_there.wait(20)
+        participants.finish()
+        for number in range(3):
+            coordinator.calls.main_alone("save", "here", moment=str(number)).finish()
+        is_deleted.set()
+
+    def stay_away(coordinator: Coordinator) -> str:
+        participants = coordinator.calls.main_alone("save", "here", moment="first")
+        is_there.set()
+        is_deleted.wait(20)
+        return participants.wait_for_outcome()
+
+    assert run_ranks(save_alone, stay_away, seconds=3) == [None, ""]
 
 
 def test_different_operations_are_named_on_both_sides() -> None:
