@@ -42,8 +42,7 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
     for address in _ONLY_TORCHRUN if named == "local" else ():
         if settings.was_given(address):
             raise SettingError(
-                f"{settings.quote('cluster.launcher')} starts processes once, on this machine, which "
-                "contradicts "
+                f"{settings.quote('cluster.launcher')} starts processes once, on this machine, which contradicts "
                 f"{settings.quote(address)}. Leave one of them out, or give --launcher torchrun."
             )
     assert named is not None  # the last engine suits whatever is asked for

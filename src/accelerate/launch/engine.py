@@ -125,9 +125,8 @@ def _check_devices(settings: Settings, host: Host, per_host: int) -> None:
         where = f"gpu_ids={settings.launch.gpu_ids} names" if ids else f"host {host.name} has"
         source = settings.source_of("launch.num_processes")
         raise SettingError(
-            f"{per_host} processes on this machine ({source}) need {per_host} devices, but {where} "
-            f"{available}. "
-            f"Lower num_processes, or run on the CPU with --cpu."
+            f"{per_host} processes on this machine ({source}) need {per_host} devices, but {where} {available}. Lower "
+            "num_processes, or run on the CPU with --cpu."
         )
 
 

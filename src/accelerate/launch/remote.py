@@ -72,9 +72,8 @@ def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | 
         return (num_machines * max(1, known), max(1, known)) if not is_cpu_run(settings) else (num_machines, 1)
     if total % num_machines:
         raise SettingError(
-            f"num_processes={total} ({settings.source_of('launch.num_processes')}) is the total over all "
-            "machines, "
-            f"and can't be spread evenly over {num_machines} of them. Give a multiple of {num_machines}."
+            f"num_processes={total} ({settings.source_of('launch.num_processes')}) is the total over all machines, and "
+            f"can't be spread evenly over {num_machines} of them. Give a multiple of {num_machines}."
         )
     return total, total // num_machines
 

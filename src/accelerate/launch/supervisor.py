@@ -468,8 +468,7 @@ class Supervisor:
             return
         self._stop = _Stop(now + self.stop_grace_seconds, received=number, sent=True)
         self._print(
-            f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} "
-            "process(es); "
+            f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} process(es); "
             f"they have {self.stop_grace_seconds:.0f} s to finish. Send it again to kill them now."
         )
         self._signal_running(number)

@@ -108,8 +108,7 @@ def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tu
     several = launch.num_machines > 1
     if several and launch.main_process_ip is None:
         raise SettingError(
-            f"num_machines={launch.num_machines} ({settings.source_of('launch.num_machines')}) needs the "
-            "address of "
+            f"num_machines={launch.num_machines} ({settings.source_of('launch.num_machines')}) needs the address of "
             "machine 0: give --main_process_ip (and --main_process_port, default 29500) on every machine."
         )
     if launch.machine_rank >= launch.num_machines:

@@ -282,8 +282,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             unknown = [key for key in entries if key not in keys]
             if unknown:
                 raise SettingError(
-                    f"Invalid mixed precision policy: {dict(entries)}. FSDP{self.fsdp_version} takes the "
-                    "keys "
+                    f"Invalid mixed precision policy: {dict(entries)}. FSDP{self.fsdp_version} takes the keys "
                     f"{', '.join(keys)}."
                 )
             wanted: Any = self._policy_class

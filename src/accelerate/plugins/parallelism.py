@@ -141,8 +141,7 @@ class DeepSpeedSequenceParallelConfig(LaunchedOptions, SequenceParallelOptions):
     def _resolve(self, given: Mapping[str, object]) -> None:
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
-                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sequences of one length "
-                "need that "
+                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sequences of one length need that "
                 "length: pass `sp_seq_length` or set PARALLELISM_CONFIG_SP_SEQ_LENGTH."
             )
         if self.sp_attn_implementation in _ATTENTIONS_WITHOUT_SEQUENCE_PARALLELISM:
@@ -189,14 +188,12 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
                 )
         if self.cp_size > 1 and self.sp_size > 1:
             raise SettingError(
-                "Context parallelism (CP) and sequence parallelism (SP) both split the sequence and are "
-                "mutually "
+                "Context parallelism (CP) and sequence parallelism (SP) both split the sequence and are mutually "
                 f"exclusive: set cp_size=1 or sp_size=1 ({self.equation()})."
             )
         if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
             raise SettingError(
-                "Tensor/context parallelism (tp_size or cp_size > 1) cannot be combined with pure "
-                "replication "
+                "Tensor/context parallelism (tp_size or cp_size > 1) cannot be combined with pure replication "
                 "(dp_replicate_size > 1, dp_shard_size == 1). Set dp_replicate_size=1 for FSDP + TP/CP, or "
                 f"dp_shard_size > 1 for HSDP + TP/CP ({self.equation()})."
             )
@@ -395,8 +392,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
             )
         if self.total_size != processes and not self._leaves_mesh_to_deepspeed:
             raise SettingError(
-                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "
-                f"({processes}): "
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({processes}): "
                 f"{self.equation()}. Change a size, or start {self.total_size} processes."
             )
         if fsdp is not None and fsdp.fsdp_version != 2 and self.total_size > 1:
@@ -405,8 +401,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
             )
         if fsdp is not None and self.total_size > 1 and not self.dp_shard_cp_dim_names:
             raise SettingError(
-                "FSDP is enabled but dp_shard_size and cp_size are both 1, so there is no axis to shard "
-                "over: "
+                "FSDP is enabled but dp_shard_size and cp_size are both 1, so there is no axis to shard over: "
                 f"{self.equation()}. Give FSDP some of the ranks (dp_shard_size > 1), or launch without FSDP."
             )
 

@@ -44,9 +44,8 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
         for name in ("main_process_ip", "main_process_port"):
             if getattr(launch, name) is None:
                 raise SettingError(
-                    f"{settings.quote('launch.num_machines')} needs `{name}`: the machines rendezvous at the "
-                    "address and "
-                    f"port of machine 0. Give `--{name}`, or set `{name}` in the configuration file."
+                    f"{settings.quote('launch.num_machines')} needs `{name}`: the machines rendezvous at the address "
+                    f"and port of machine 0. Give `--{name}`, or set `{name}` in the configuration file."
                 )
     is_tpu = launch.use_tpu or launch.distributed_type in ("TPU", "XLA")
     if is_tpu and settings.tpu.tpu_use_cluster and (settings.tpu.tpu_name is None or settings.tpu.tpu_zone is None):
@@ -77,9 +76,8 @@ def check_world(settings: Settings, world_size: int) -> None:
     if total not in (1, world_size):
         product = " x ".join(f"{name}={getattr(parallelism, name)}" for name in names)
         raise SettingError(
-            f"The degrees of parallelism multiply to {total} ({product}), but there are {world_size} "
-            "processes. "
-            f"Start {total} processes, or change a degree so that the product is {world_size}."
+            f"The degrees of parallelism multiply to {total} ({product}), but there are {world_size} processes. Start "
+            f"{total} processes, or change a degree so that the product is {world_size}."
         )
 
 
@@ -107,9 +105,8 @@ def _check_hardware(settings: Settings) -> None:
         is_asked = settings.source_of(engine).kind == "flag"
         if is_asked and (asked[0], engine) not in together:
             raise SettingError(
-                f"{settings.quote(asked[0])} and {settings.quote(engine)} exclude each other: "
-                "the engine "
-                f"chooses its devices itself. Leave `{settings.source_of(asked[0]).where}` out."
+                f"{settings.quote(asked[0])} and {settings.quote(engine)} exclude each other: the engine chooses its "
+                f"devices itself. Leave `{settings.source_of(asked[0]).where}` out."
             )
 
 
@@ -126,8 +123,7 @@ def _check_processes(settings: Settings) -> None:
         return
     if processes % machines != 0 and settings.was_given("launch.num_processes"):
         raise SettingError(
-            f"{settings.quote('launch.num_processes')} is the total over all machines, and cannot be split "
-            "evenly over "
+            f"{settings.quote('launch.num_processes')} is the total over all machines, and cannot be split evenly over "
             f"{settings.quote('launch.num_machines')}. Give a multiple of {machines}."
         )
     both = [settings.source_of(address).kind for address in ("launch.multi_gpu", "launch.num_processes")]
@@ -213,9 +209,8 @@ def _check_fsdp(settings: Settings) -> None:
         _check_fsdp2(settings, fsdp, version)
     elif fsdp.activation_checkpointing_offload:
         raise SettingError(
-            f"{settings.quote('fsdp.activation_checkpointing_offload')} needs version 2, but there is "
-            f"{version}. "
-            "Give `--fsdp_version 2`."
+            f"{settings.quote('fsdp.activation_checkpointing_offload')} needs version 2, but there is {version}. Give "
+            "`--fsdp_version 2`."
         )
     if fsdp.activation_checkpointing_offload and not fsdp.activation_checkpointing:
         raise SettingError(
@@ -262,8 +257,7 @@ def _check_parallelism(settings: Settings) -> None:
         return
     if parallelism.cp_size > 1 and parallelism.sp_size > 1:
         raise SettingError(
-            f"{settings.quote('parallelism.cp_size')} and {settings.quote('parallelism.sp_size')} both split "
-            "the "
+            f"{settings.quote('parallelism.cp_size')} and {settings.quote('parallelism.sp_size')} both split the "
             "sequence. Set one of them to 1."
         )
     splits = "parallelism.tp_size" if parallelism.tp_size > 1 else "parallelism.cp_size"
@@ -301,8 +295,7 @@ def _check_sequence(settings: Settings) -> None:
         return
     if not sequence.sp_seq_length_is_variable and sequence.sp_seq_length is None:
         raise SettingError(
-            f"{settings.quote('sequence.sp_seq_length_is_variable')} needs `sp_seq_length`: give the length, "
-            "or let it "
+            f"{settings.quote('sequence.sp_seq_length_is_variable')} needs `sp_seq_length`: give the length, or let it "
             "be variable."
         )
     attention = sequence.sp_attn_implementation

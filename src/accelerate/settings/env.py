@@ -333,8 +333,7 @@ def _as_text(value: object) -> str:
 
 def _warn_left_out(name: str, value: str) -> None:
     warnings.warn(
-        f"{name}={value!r} is left out of the environment file: it is empty or holds one of `; newline < > "
-        "space`, "
+        f"{name}={value!r} is left out of the environment file: it is empty or holds one of `; newline < > space`, "
         "which such a file can't carry. Set it on every machine by other means if the run needs it.",
         stacklevel=3,
     )

@@ -102,8 +102,7 @@ class BaseConfig:
         unknown = sorted(set(processed) - known)
         if unknown:
             raise SettingError(
-                f"{where} has keys that nothing reads: {', '.join(unknown)}. Remove them, or correct their "
-                "spelling; "
+                f"{where} has keys that nothing reads: {', '.join(unknown)}. Remove them, or correct their spelling; "
                 "`accelerate config update` rewrites a file."
             )
         return cls(**processed)

@@ -53,8 +53,7 @@ class Kubernetes(LaunchEngine):
         name = options.name or job_name(program)
         if not re.fullmatch(_DNS_NAME, name):
             raise SettingError(
-                f"{settings.quote('kubernetes.name')} is no name that Kubernetes accepts. Give at most 49 "
-                "small "
+                f"{settings.quote('kubernetes.name')} is no name that Kubernetes accepts. Give at most 49 small "
                 "letters, digits and hyphens, with a letter first."
             )
         _refuse_saves_without_restarts(settings)

@@ -137,8 +137,7 @@ def _rendezvous(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, 
         return ("127.0.0.1" if address in _LOCAL else address), port, notes
     if address in _LOCAL:
         raise SettingError(
-            f"{settings.quote('mpi.mpirun_hostfile')} lists {hosts[0]} first, where the other hosts would "
-            "look for "
+            f"{settings.quote('mpi.mpirun_hostfile')} lists {hosts[0]} first, where the other hosts would look for "
             "rank 0 and find themselves. Put its real name there, or give --main_process_ip."
         )
     return address, launch.main_process_port or DEFAULT_PORT, ()

@@ -154,9 +154,8 @@ def _table(settings: Settings, option: str, path: str, columns: tuple[str, str])
         cells = [cell.strip() for cell in line.split("\t")]
         if len(cells) != 2 or not all(cells):
             raise SettingError(
-                f"{path}:{number} isn't a row of {columns[0]} and {columns[1]}, separated by one tab: "
-                f"{line!r}. "
-                "The first line of the file holds the names of the columns."
+                f"{path}:{number} isn't a row of {columns[0]} and {columns[1]}, separated by one tab: {line!r}. The "
+                "first line of the file holds the names of the columns."
             )
         rows.append((cells[0], cells[1]))
     return rows

@@ -141,8 +141,7 @@ def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
         return there
     if asked > there:
         raise SettingError(
-            f"{settings.quote('launch.num_machines')}, but the allocation {allocation['SLURM_JOB_ID']} has "
-            f"{there} "
+            f"{settings.quote('launch.num_machines')}, but the allocation {allocation['SLURM_JOB_ID']} has {there} "
             f"node(s) (SLURM_JOB_NUM_NODES={text}). Ask Slurm for more, or lower num_machines."
         )
     return asked

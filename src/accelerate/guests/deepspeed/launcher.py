@@ -100,9 +100,8 @@ def _where(settings: Settings) -> tuple[tuple[str, ...], str | None]:
         if Path(_DEFAULT_HOSTFILE).is_file():
             return (), None
         raise SettingError(
-            "DeepSpeed's launcher needs a list of hosts: give --deepspeed_hostfile (one `host slots=N` a "
-            "line). "
-            "To start the command on every machine by hand, say --deepspeed_multinode_launcher standard."
+            "DeepSpeed's launcher needs a list of hosts: give --deepspeed_hostfile (one `host slots=N` a line). To "
+            "start the command on every machine by hand, say --deepspeed_multinode_launcher standard."
         )
     path = named_file(given, "deepspeed_launch.deepspeed_hostfile", settings)
     hosts = hosts_of(path.read_text(encoding="utf-8"))

@@ -148,8 +148,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         if value == "auto":
             if ds_key_long not in kwargs:
                 raise SettingError(
-                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` "
-                    "(set to "
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to "
                     "correct value) in the DeepSpeed config file or pass it in kwargs."
                 )
             node[name] = kwargs[ds_key_long]
@@ -204,8 +203,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             other = "bf16" if half == "fp16" else "fp16"
             if str(document.get(other, {}).get("enabled", False)).lower() == "true":
                 raise SettingError(
-                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set "
-                    "in the "
+                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
                     "DeepSpeed config file."
                 )
         if half is not None and half not in document:
@@ -444,8 +442,7 @@ def _document(given: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
         raise SettingError(f"The DeepSpeed config {text!r} is not valid JSON: {error}.") from error
     except (UnicodeDecodeError, binascii.Error, ValueError):
         raise SettingError(
-            "Expected a path to an existing DeepSpeed config, a dictionary, JSON text or base64-encoded "
-            "JSON. "
+            "Expected a path to an existing DeepSpeed config, a dictionary, JSON text or base64-encoded JSON. "
             f"Received: {text}"
         ) from None
     if not isinstance(document, dict):

@@ -102,8 +102,7 @@ def call(index: int, target: str, is_module: bool, function: str, arguments: Seq
     found = getattr(loaded, function, None)
     if not callable(found):
         raise LaunchError(
-            f"{target} has no function {function}(), which each TPU process calls. Define it, or name "
-            "another with "
+            f"{target} has no function {function}(), which each TPU process calls. Define it, or name another with "
             "--main_training_function."
         )
     found()
