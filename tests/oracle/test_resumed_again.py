@@ -217,9 +217,9 @@ READERS = ["", "stateful", "given stateful", "given and asked stateful", "dispat
 def prepared(kind: str, reader: str, num_workers: int) -> tuple[Accelerator, Any]:
     settings: dict[str, Any] = {
         "dispatch_batches": "dispatched" in reader,
-        "use_stateful_dataloader": reader in ("stateful", "given and asked stateful", "dispatched stateful"),
+        "use_stateful_dataloader": "stateful" in reader and reader != "given stateful",
     }
-    keep: dict[str, Any] = {"num_workers": num_workers}
+    keep: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": "persistent" in reader}
     if kind in STREAMS:
         keep.update(dataset=STREAMS[kind](), batch_size=2)
     else:
@@ -263,6 +263,8 @@ def chains(kind: str, reader: str, num_workers: int, folder: str) -> list[tuple[
     length = len(expected) // EPOCHS
     results = []
     stops_of_chains = [[1, 2, length - 1], [length - 1, length, length + 1], [5, 6, 7]]
+    if "persistent" in reader:  # stopped where a worker has begun the next epoch, and another hasn't
+        stops_of_chains = [[length + 1, length + 2, 2 * length + 1]]
     for number, stops in enumerate(stops_of_chains):
         found: list[list[int]] = []
         for run, until in enumerate([*stops, -1]):
@@ -316,6 +318,12 @@ if not IS_SLOW:
         ],
         "in workers": [("noted stream", "stateful", 2)],
     }
+
+
+# An epoch later the workers of the first epoch still read, so the first stop comes in the second.
+GROUPS["in persistent workers"] = [("stateful stream", "stateful, persistent", 2)]
+if IS_SLOW:
+    GROUPS["in persistent workers"].append(("iterator with state", "stateful, persistent", 2))
 
 
 @pytest.mark.timeout(900)

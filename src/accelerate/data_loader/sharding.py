@@ -463,12 +463,17 @@ class StatefulShardedStream(IterableDataset[Any]):
         self.shard = shard
         self._start: Any = None
         self._loaded: Mapping[str, Any] | None = None  # until the pass that resumes from it begins
-        self._unread: Mapping[str, Any] | None = None  # the same until that pass yields a sample
+        self._unread: Mapping[str, Any] | None = None  # from then until that pass yields a sample
 
     def __iter__(self) -> Iterator[object]:
         loaded, self._loaded = self._loaded, None
-        self._start = self.shard.dataset.state_dict() if loaded is None else loaded["start"]
-        return iter(()) if loaded is not None and self.shard.has_ended else self._draw()
+        self._unread = loaded
+        if loaded is None:
+            self.shard.has_ended = False  # of the pass before: a persistent worker's state is asked for before it reads
+            self._start = self.shard.dataset.state_dict()
+            return self._draw()
+        self._start = loaded["start"]
+        return iter(()) if self.shard.has_ended else self._draw()
 
     def _draw(self) -> Iterator[object]:
         for sample in self.shard.draw():
@@ -492,8 +497,7 @@ class StatefulShardedStream(IterableDataset[Any]):
                 first = list(islice(iter(stream), shard.global_batch_size))
             shard.first_global_batch = (lambda: first) if first else None
         stream.load_state_dict(state["stream"])
-        shard.has_ended = state["has_ended"]
-        self._loaded = self._unread = state
+        shard.has_ended, self._loaded = state["has_ended"], state
 
 
 @final
