@@ -247,7 +247,8 @@ class Candidate:
         name: the name of the class.
         suits: ``(settings, world) -> bool``, whether the strategy can train such a run.
         is_instead_of_others: it takes precedence over other strategies, and raises for their settings.
-        takes_shards: it takes over from replicas when ``prepare`` gets a model that is already sharded.
+        takes_shards: it takes over from replicas when ``prepare`` gets a model that is already sharded; it is asked
+            after all others.
     """
 
     module: str

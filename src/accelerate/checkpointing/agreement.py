@@ -93,7 +93,7 @@ class Ranks:
 
     @contextmanager
     def fail_together(self, what: str, *, kind: type[CheckpointError] = CheckpointError) -> Generator[None]:
-        """Enter a block that raises on every rank if it fails on any; the ranks agree on that at its end.
+        """Enter a block that raises on every rank if it fails on any; a collective at its end.
 
         Raises:
             CheckpointError: of `kind`, if a rank failed to do `what`; the text names each that did, and why.

@@ -77,7 +77,7 @@ def _leaf(key: str) -> str:
 
 
 def _shared(key: str) -> str:
-    """Return the key of what all ranks give in an exchange, which is what this rank gives; else `key`."""
+    """Return one key for the values of all ranks in an exchange, since all give the same; other keys as they are."""
     parent = key.rpartition("/")[0]
     return parent if _leaf(parent) == "given" else key
 

@@ -64,12 +64,14 @@ ORDER: tuple[Candidate, ...] = (
 
 
 def choose(settings: Settings, world: World, options: StrategyOptions) -> Strategy:
-    """Return the strategy that ``settings`` ask for in ``world``; guests are asked before the rows of `ORDER`.
+    """Return the strategy that ``settings`` ask for in ``world``.
+
+    Guests are asked before the rows of `ORDER`, but the one for models that come sharded is asked last.
 
     Raises:
         NotBuilt: the guest that trains on such devices is missing.
     """
-    for candidate in (*seams.strategies(), *ORDER):
+    for candidate in sorted((*seams.strategies(), *ORDER), key=lambda candidate: candidate.takes_shards):
         if candidate.suits(settings, world):
             return candidate.load()(world, options)
     raise NotBuilt(

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def _awaits_shards(settings: Settings, world: World) -> bool:
-    """Return True if the settings shard parameters but name no engine for it: the model must come sharded."""
+    """Return True if the settings shard parameters; it is asked last, so nothing else does: the model comes sharded."""
     config = settings.parallelism
-    if config is None or world.size == 1 or world.kind.runtime or settings.fsdp is not None or settings.engine:
-        return False
-    return config.pp_size == 1 and config.tp_size != world.size and (config.dp_shard_size > 1 or config.tp_size > 1)
+    return world.size > 1 and config is not None and (config.dp_shard_size > 1 or config.tp_size > 1)
 
 
 GUEST: Final = Guest(strategies=(Candidate(f"{__name__}.strategy", "Adopted", _awaits_shards, takes_shards=True),))
