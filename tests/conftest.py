@@ -24,6 +24,9 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
+# Tests are of the CPU, also where there is a GPU; `tests.device.plugin` puts their ranks on a device.
+if "TEST_DEVICE" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # The server of torch's store looks up the name of every host that connects and serves nobody meanwhile: 5 s
 # each where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

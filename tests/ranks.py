@@ -32,7 +32,7 @@ from accelerate.ports import get_free_port as free_port
 
 #: Parts of the package that no rank of a test needs, or that say something when they are imported.
 _NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
-#: "sim" gives ranks imitated accelerators (tests/device/plugin.py).
+#: "sim" gives ranks imitated accelerators, "cuda" gives all of them one (tests/device/plugin.py).
 _DEVICE = os.environ.get("TEST_DEVICE")
 
 
@@ -81,7 +81,7 @@ def _child(
     torch.set_num_threads(1)
     gc.freeze()  # a rank's own collections then leave the session's objects, and the memory shared with it, alone
     _forget_the_parents_world()
-    if _DEVICE is not None:
+    if _DEVICE == "sim":
         torch.sim.allow_after_fork()  # pyright: ignore[reportAttributeAccessIssue]
         torch.sim.set_device_count(int(environment.get("SIM_DEVICES", "1")))  # pyright: ignore[reportAttributeAccessIssue]
     try:

@@ -2,6 +2,7 @@
 
     make gpu                                          every part, at most 25 minutes, then docs/gpu.md
     python3 -m benchmarks.gpu --part b --seconds 30   one part
+    python3 -m benchmarks.gpu --limit 120             every part, each for at most two minutes
     python3 -m benchmarks.gpu --dry                   every part small, on the CPU, in one process
     python3 -m benchmarks.gpu --page docs/gpu.md      only the page, from the JSON that is there
 
@@ -27,15 +28,20 @@ PARTS = {"a": "smoke", "b": "step", "c": "overlap", "d": "big", "e": "saves"}
 LIMITS = {"a": 270, "b": 480, "c": 240, "d": 210, "e": 270}  # seconds; 24.5 minutes in all
 
 
-def run_part(part: str, folder: Path, *, dry: bool, seconds: float, fail: bool = False) -> None:
-    """Run a part in this process and write its JSON, whatever happens in it."""
+def limit_of(part: str, arguments: argparse.Namespace) -> float:
+    """Return the seconds that a part may take."""
+    return min(LIMITS[part], arguments.limit or LIMITS[part])
+
+
+def run_part(part: str, folder: Path, *, dry: bool, seconds: float, limit: float, fail: bool = False) -> None:
+    """Run a part for at most ``limit`` seconds in this process and write its JSON, whatever happens in it."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() and not dry else "cpu"
     sheet = Sheet(part, folder / f"{part}.json", dry, about_the_machine(device))
     sheet.write()
     # The last seconds are for what is written after the last worker.
-    until = time.monotonic() + LIMITS[part] - 10
+    until = time.monotonic() + limit - 10
     peer = None if dry and "PEER_PYTHON" not in os.environ else workers.peer_python()
     try:
         workers.check_import("ours")
@@ -55,7 +61,9 @@ def run_part(part: str, folder: Path, *, dry: bool, seconds: float, fail: bool =
 def in_a_process(part: str, arguments: argparse.Namespace) -> None:
     """Run a part in a process group of its own, and end it at its limit; what it has found stays."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--part", part, "--out", str(arguments.out.resolve())]
-    command += ["--seconds", str(arguments.seconds), *(["--fail", *arguments.fail] if arguments.fail else [])]
+    limit = limit_of(part, arguments)
+    command += ["--seconds", str(arguments.seconds), "--limit", str(limit)]
+    command += ["--fail", *arguments.fail] if arguments.fail else []
     environment = workers.environment_of("ours")
     if peer := workers.peer_python():
         environment["PEER_PYTHON"] = peer
@@ -63,10 +71,10 @@ def in_a_process(part: str, arguments: argparse.Namespace) -> None:
     process = subprocess.Popen(command, env=environment, cwd=workers.ROOT, start_new_session=True)
     reason = ""
     try:
-        if process.wait(LIMITS[part]) != 0:
+        if process.wait(limit) != 0:
             reason = f"the process ended with {process.returncode}"
     except subprocess.TimeoutExpired:
-        reason = f"took more than {LIMITS[part]} s"
+        reason = f"took more than {limit:.0f} s"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -83,6 +91,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path, default=workers.ROOT / "gpu_output", help="where the JSON goes")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each variant of a step is measured")
+    parser.add_argument("--limit", type=float, help="seconds that a part may take, if fewer than its own limit")
     parser.add_argument("--dry", action="store_true", help="small, on the CPU, all parts in one process")
     parser.add_argument("--page", type=Path, help="write this page from the JSON and run nothing")
     parser.add_argument("--fail", nargs="+", default=[], help=argparse.SUPPRESS)
@@ -96,9 +105,10 @@ def main() -> None:
         start = time.monotonic()
         if arguments.dry or arguments.here:
             seconds = 0.2 if arguments.dry else arguments.seconds
-            run_part(part, arguments.out, dry=arguments.dry, seconds=seconds, fail=part in arguments.fail)
+            limit, fails = limit_of(part, arguments), part in arguments.fail
+            run_part(part, arguments.out, dry=arguments.dry, seconds=seconds, limit=limit, fail=fails)
         else:
-            print(f"{part}. {TITLES[part]} (at most {LIMITS[part]} s)", flush=True)
+            print(f"{part}. {TITLES[part]} (at most {limit_of(part, arguments):.0f} s)", flush=True)
             in_a_process(part, arguments)
         print(f"  {part}  {time.monotonic() - start:.0f} s", flush=True)
     sys.stdout.flush()

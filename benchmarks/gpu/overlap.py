@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ def _fp8(sheet: Sheet, session: Session, compiled: bool) -> None:
 
 def _synchronisations(sheet: Sheet, session: Session) -> None:
     found = session.ask("ours", "overlap:synchronisations", at_most=60)
-    for name, count in found["counts"].items():
+    for name, places in found["places"].items():
         # The CPU's own optimizers read scalars, which costs nothing there.
         goal = None if session.dry else 0
-        sheet.add(f"synchronisations of an epoch of {BATCHES}, {name}", count, at_most=goal, note=found["how"])
+        note = "; ".join([found["how"], *dict.fromkeys(places)])
+        sheet.add(f"synchronisations of an epoch of {BATCHES}, {name}", len(places), at_most=goal, note=note)
 
 
 def _copies(sheet: Sheet, session: Session) -> None:
@@ -92,14 +94,15 @@ def fp8(*, dry: bool, device: str, compiled: bool, seconds: float) -> dict[str, 
     return {"bf16": rates["raw"], "fp8": rates["fp8"], "speed": 1 / ratio(times, "fp8")}
 
 
-def _counted(step: Any, device: str) -> int:
-    """Return how many operations of a call made the host wait for the device."""
+def _waits(step: Any, device: str) -> list[str]:
+    """Return the place of each operation of a call that made the host wait for the device."""
     if device == "cpu":
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU]) as record:
             step()
-        return sum(event.count for event in record.key_averages() if event.key == "aten::_local_scalar_dense")
+        counts = [event.count for event in record.key_averages() if event.key == "aten::_local_scalar_dense"]
+        return ["aten::_local_scalar_dense"] * sum(counts)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -108,15 +111,19 @@ def _counted(step: Any, device: str) -> int:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in heard)
+    return [
+        f"{'/'.join(Path(warning.filename).parts[-3:])}:{warning.lineno}"
+        for warning in heard
+        if "called a synchronizing" in str(warning.message)  # the mode warns of itself, too
+    ]
 
 
 def synchronisations(*, dry: bool, device: str) -> dict[str, Any]:
-    """Return the synchronisations of one steady step of each kind of loop."""
+    """Return where the host waits in a steady epoch of each kind of loop."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
 
-    counts: dict[str, int] = {}
+    places: dict[str, list[str]] = {}
     for name, options, clips in (
         ("fp32", {"mixed_precision": "no"}, False),
         ("bf16, clipping", {"mixed_precision": "bf16"}, True),
@@ -145,9 +152,9 @@ def synchronisations(*, dry: bool, device: str) -> dict[str, Any]:
                     optimizer.zero_grad()
 
         epoch()  # builds the optimizer's state
-        counts[name] = _counted(epoch, device)
+        places[name] = _waits(epoch, device)
     how = "torch.cuda.set_sync_debug_mode" if device == "cuda" else "scalars read"
-    return {"counts": counts, "how": how}
+    return {"places": places, "how": how}
 
 
 class Rows(Dataset[torch.Tensor]):

@@ -20,11 +20,16 @@ own) are measured where they are. Ours is this checkout, on `PYTHONPATH`.
 make wheels                                       # with a network, before: torchao's wheel into wheels/ (ignored)
 make gpu                                          # on the machine: every part, then this page
 python3 -m benchmarks.gpu --part b --seconds 30   # one part (a to e), at most 8 minutes
+python3 -m benchmarks.gpu --limit 120             # every part, each for at most two minutes
 python3 -m benchmarks.gpu --dry                   # every part small, on the CPU: `make test` does it
 ```
 
 Each part is a process with a limit and writes `gpu_output/PART.json`; one that fails leaves the others. Every worker
-says first which `accelerate` it imported. "Met" is the goal of the row.
+says first which `accelerate` it imported. "Met" judges the goal of the row. A row without a figure says what it lacked:
+under `--limit`, mostly time.
+
+`TEST_DEVICE=cuda python3 -m pytest -p tests.device.plugin tests/oracle` puts the ranks of the CPU's tests on the first
+CUDA device, joined by gloo. It hasn't been run on a device yet.
 """
 
 

@@ -1,5 +1,7 @@
 """``TEST_DEVICE=sim pytest -p tests.device.plugin FILES``: tests of the CPU with ranks on the imitated accelerator.
 
+``TEST_DEVICE=cuda`` gives all ranks the first CUDA device, joined by gloo: NCCL refuses a device twice.
+
 What a test asks of the CPU it gets on the device: ``Accelerator(cpu=True)`` takes the device, and values that are
 compared are read back first. Each test runs in a fork, because a process that has used a device can't fork ranks.
 """
@@ -24,22 +26,40 @@ from tests.device import sim
 from tests.device.left_out import LEFT_OUT
 
 LIMIT_SECONDS = 300
+DEVICE = os.environ.get("TEST_DEVICE", "sim")
 _TESTS = str(Path(__file__).resolve().parent.parent)
 _PLACES = {"copy_", "to", "__set__", "__setitem__"}  # they take tensors of two places
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["TEST_DEVICE"] = "sim"  # read by tests/ranks.py
-    os.environ["SIM_DEVICES"] = "8"  # whatever rank's tensors a test reads
+    os.environ["TEST_DEVICE"] = DEVICE  # read by tests/ranks.py
     # Torch's own FSDP 1 brings it about, under plain torch too.
     config.addinivalue_line("filterwarnings", "ignore:The AccumulateGrad node's stream does not match")
-    sim.start()
+    if DEVICE == "sim":
+        os.environ["SIM_DEVICES"] = "8"  # whatever rank's tensors a test reads
+        sim.start()
+    else:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked the driver can't fork ranks
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{DEVICE}:0"
+        _join_by_gloo()
     _take_the_device()
     for owner, name in (
         (torch, "equal"), (torch, "allclose"), (torch.testing, "assert_close"), (torch.Tensor, "equal"),
         (torch.Tensor, "allclose"),
     ):  # fmt: skip
         setattr(owner, name, _on_host(getattr(owner, name)))
+
+
+def _join_by_gloo() -> None:
+    from accelerate.distributed import world
+
+    choose = world._choose_backend
+
+    @wraps(choose)
+    def chosen(kind: Any, identity: Any, requested: str | None) -> str:
+        return choose(kind, identity, requested or "gloo")
+
+    world._choose_backend = chosen
 
 
 def _take_the_device() -> None:
@@ -70,7 +90,7 @@ def _take_the_device() -> None:
 
 def _moved(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to("sim") if value.device.type == "cpu" and value.dim() else value
+        return value.to(DEVICE) if value.device.type == "cpu" and value.dim() else value
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_moved(one) for one in value)
     if type(value) is dict:
@@ -80,7 +100,7 @@ def _moved(value: Any) -> Any:
 
 def _move_inputs(model: torch.nn.Module, inputs: Any, named: Any) -> Any:
     place = next(model.parameters(), None)
-    return None if place is None or place.device.type != "sim" else (_moved(inputs), _moved(named))
+    return None if place is None or place.device.type != DEVICE else (_moved(inputs), _moved(named))
 
 
 class _Mixed(TorchFunctionMode):
