@@ -41,7 +41,7 @@ from .layout import (
     holds_engine_state,
     read_engine_weights,
 )
-from .manifest import OPTIMIZER_UPDATES, UNFINISHED_NAME, ByteProgress, Manifest
+from .manifest import OPTIMIZER_UPDATES, UNFINISHED_NAME, ByteProgress, Manifest, WithManifest
 from .missed import forget
 from .remote import open_store
 from .run_state import RunState, StateDict, Stateful
@@ -64,7 +64,7 @@ _MAP_LOCATIONS: Final = (None, "cpu", "on_device")
 
 @dataclass
 @final
-class LoadedCheckpoint:
+class LoadedCheckpoint(WithManifest):
     """The result of loading: the checkpoint, its manifest, and notes on state not restored exactly.
 
     Attributes:
@@ -84,16 +84,6 @@ class LoadedCheckpoint:
     notes: list[str] = field(default_factory=list)
     had_open_window: bool = False
     window: Mapping[str, object] | None = None
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch that was saved with it."""
-        return None if self.manifest is None else self.manifest.details.get("epoch")
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics that were saved with it."""
-        return {} if self.manifest is None else self.manifest.details.get("metrics", {})
 
     @property
     def selection(self) -> Selection:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from abc import ABC
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -182,6 +183,22 @@ class Manifest:
         for name in replaces:
             _refuse_name(name)
         return cls(**{**known, "files": files, "pickled": pickled, "replaces": replaces})
+
+
+class WithManifest(ABC):
+    """A checkpoint with the epoch and metrics of its manifest, if it has one."""
+
+    manifest: Manifest | None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch given to ``save_state``, else the first loader's."""
+        return None if self.manifest is None else self.manifest.details.get("epoch")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that were given to ``save_state``."""
+        return {} if self.manifest is None else self.manifest.details.get("metrics", {})
 
 
 def _refuse_name(name: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
 from ..settings.training import ProjectOptions
-from .manifest import OPTIMIZER_UPDATES, PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
+from .manifest import OPTIMIZER_UPDATES, PIN_NAME, UNFINISHED_NAME, Manifest, WithManifest, problems, read_manifest
 from .storage import LocalStorage, Storage, storage_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def is_classic(storage: Storage) -> bool:
 
 @dataclass(frozen=True)
 @final
-class Entry:
+class Entry(WithManifest):
     """One checkpoint of a listing; ``problem`` is the reason why it can't be loaded, or None."""
 
     storage: Storage
@@ -90,16 +90,6 @@ class Entry:
         counts = details.get(OPTIMIZER_UPDATES)
         updates = max(counts) if counts else details.get("updates")  # one number for all in older checkpoints
         return details.get("step", updates if isinstance(updates, int) and updates else self.manifest.step)
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch given to ``save_state``, else the first loader's."""
-        return None if self.manifest is None else self.manifest.details.get("epoch")
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics that were given to ``save_state``."""
-        return {} if self.manifest is None else self.manifest.details.get("metrics", {})
 
     def as_json(self) -> dict[str, Json]:
         """Return everything that a listing shows, as JSON values."""

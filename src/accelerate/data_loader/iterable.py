@@ -212,11 +212,12 @@ def _is_equal(state: object, other: Any) -> bool:
     return bool(state == other)
 
 
-def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
+def holds_stream(state: Mapping[str, Any], num_workers: int, began_before: bool) -> bool:
     """Return whether torchdata's loader can resume from ``state`` with ``num_workers`` without reading data again.
 
     It can if ``state`` has the dataset's state of every worker. Else it would read the data up to the position, and
-    count those batches twice; a worker whose data has ended would start again.
+    count those batches twice; a worker whose data has ended would start again. If the workers ``began_before`` this
+    epoch, one that hasn't yielded a batch can answer with the end of the epoch before.
     """
     snapshot = state.get("_snapshot")
     if (snapshot is not None) != (num_workers > 0):
@@ -224,9 +225,10 @@ def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
     parts = [state] if snapshot is None else list(snapshot["_worker_snapshots"].values())
     fetchers = [part.get("fetcher_state") or {} for part in parts]
     has_ended = any(fetcher.get("fetcher_ended") for fetcher in fetchers)
+    has_unread = bool(began_before and snapshot and snapshot["_snapshot_step"] < num_workers)
     return (
         len(parts) == max(num_workers, 1)
-        and not has_ended
+        and not (has_ended or has_unread)
         and all(
             part.get("dataset_state") is not None or fetcher.get("dataset_iter_state") is not None
             for part, fetcher in zip(parts, fetchers, strict=True)
@@ -304,6 +306,16 @@ class StreamReader:
             self._num_discarded = skip_batches
         elif saved is not None:
             self._continue(saved)
+            num_passes = saved.epoch + saved.is_finished
+            is_anew = loader.persistent_workers and (self._loader_state is None or saved.is_finished)
+            if num_passes and is_anew and getattr(source.base, "set_epoch", None) is None:
+                warnings.warn(
+                    f"This stream's persistent workers had read it {num_passes} time(s) when it was saved. New "
+                    "workers begin it anew: if its order changes from epoch to epoch, samples are read twice or not at "
+                    "all. It resumes exactly with persistent_workers=False, or with a set_epoch(epoch) of the dataset.",
+                    ResumeWarning,
+                    stacklevel=2,
+                )
 
     def _continue(self, saved: SavedPosition) -> None:
         source, own = self.source, self._own_part(saved)
@@ -313,7 +325,9 @@ class StreamReader:
         if self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
             self._is_over = saved.is_finished
-        elif self.loader.use_stateful_dataloader and holds_stream(own.get("loader") or {}, self.loader.num_workers):
+        elif self.loader.use_stateful_dataloader and holds_stream(
+            own.get("loader") or {}, self.loader.num_workers, self.loader.persistent_workers and saved.epoch > 0
+        ):
             self._loader_state = own["loader"]
             self._is_over = saved.is_finished
         elif saved.dp_size == source.dp_size:

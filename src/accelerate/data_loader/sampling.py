@@ -237,12 +237,11 @@ class SeedableRandomSampler(RandomSampler):
 _SEEDED = (SeedableRandomSampler, IndexFreeSampler)
 
 
-class SkipBatchSampler(BatchSampler):
-    """The batches of ``batch_sampler`` (or the samples of a plain sampler) without the first ``skip_batches``."""
+class OverBatchSampler(BatchSampler, ABC):
+    """Another order of the batches of ``batch_sampler``."""
 
-    def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, batch_sampler: Iterable[object]) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.batch_sampler: Any = batch_sampler
-        self.skip_batches = skip_batches
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
 
@@ -257,8 +256,16 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches, including the skipped ones."""
+        """The number of batches of the batch sampler."""
         return len(self.batch_sampler)
+
+
+class SkipBatchSampler(OverBatchSampler):
+    """The batches of ``batch_sampler`` (or the samples of a plain sampler) without the first ``skip_batches``."""
+
+    def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:
+        super().__init__(batch_sampler)
+        self.skip_batches = skip_batches
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)

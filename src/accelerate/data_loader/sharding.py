@@ -14,7 +14,7 @@ from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from ..distributed.random import capture_host_streams, host_streams
 from ..errors import PreparationError
@@ -26,6 +26,7 @@ from .sampling import (
     BatchCoverage,
     BatchInfo,
     KnownOrder,
+    OverBatchSampler,
     RemainingBatches,
     ResumePosition,
     batches_from,
@@ -76,7 +77,7 @@ def draw_unsharded(
         batch = following
 
 
-class BatchSamplerShard(BatchSampler):
+class BatchSamplerShard(OverBatchSampler):
     """One process's batches of ``batch_sampler``, which is sharded over ``num_processes`` processes.
 
     Without ``split_batches`` process r takes the batches r, r + N, r + 2N, ...; with it, the r-th part of every
@@ -88,7 +89,7 @@ class BatchSamplerShard(BatchSampler):
         PreparationError: ``split_batches`` with batches that can't be split into ``num_processes`` equal parts.
     """
 
-    def __init__(  # pyright: ignore[reportMissingSuperCall]
+    def __init__(
         self,
         batch_sampler: Iterable[object],
         num_processes: int = 1,
@@ -103,27 +104,11 @@ class BatchSamplerShard(BatchSampler):
                 f"split_batches=True cuts each batch into {num_processes} equal parts (one per process), but the "
                 f"batch sampler {known}. Use batches of a multiple of {num_processes}, or split_batches=False."
             )
-        self.batch_sampler: Any = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: Any = size
-        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches of the unsharded batch sampler."""
-        return len(self.batch_sampler)
-
-    @property
-    def sampler(self) -> object:
-        """The sampler inside the batch sampler, if there is one."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, value: object) -> None:
-        self.batch_sampler.sampler = value
 
     @property
     def batches_per_step(self) -> int:
@@ -406,7 +391,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[object]:
         self.seed_generator()
-        for item in self.draw():
+        for item in self.draw([]):
             yield item.item if type(item) is LastItem else item
 
     def seed_generator(self) -> None:
@@ -416,19 +401,22 @@ class IterableDatasetShard(IterableDataset[Any]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(self.epoch)
 
-    def draw(self) -> Iterator[object]:
-        """Yield this process's samples; the last one of a padded global batch is a :class:`LastItem`."""
+    def draw(self, first: list[Any]) -> Iterator[object]:
+        """Yield this process's samples; the last one of a padded global batch is a :class:`LastItem`.
+
+        The first global batch is put into ``first``.
+        """
         total = self.global_batch_size
         size = total // self.num_processes
         start = self.process_index * size
-        first: list[Any] = []
         self.has_ended = False
         read_first, self.first_global_batch = self.first_global_batch, None  # for this pass
         stream = iter(self.dataset)
         if self.num_skipped:
             stream = islice(stream, self.num_skipped, None)
         while samples := list(islice(stream, total)):
-            first = first or samples
+            if not first:
+                first += samples
             if len(samples) == total:
                 yield from samples[start : start + size]
                 continue
@@ -452,7 +440,7 @@ class ShardedStream(IterableDataset[Any]):
         self.shard = shard
 
     def __iter__(self) -> Iterator[object]:
-        return self.shard.draw()
+        return self.shard.draw([])
 
 
 @final
@@ -461,43 +449,47 @@ class StatefulShardedStream(IterableDataset[Any]):
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
-        self._start: Any = None
+        self._start: Any = None  # the dataset's state at the beginning of the pass
+        self._first: list[Any] | None = None  # the pass's first samples, where that state is unknown
         self._loaded: Mapping[str, Any] | None = None  # until the pass that resumes from it begins
-        self._unread: Mapping[str, Any] | None = None  # from then until that pass yields a sample
+        self._unread: Mapping[str, Any] | None = None  # the same until that pass yields a sample
 
     def __iter__(self) -> Iterator[object]:
         loaded, self._loaded = self._loaded, None
-        self._unread = loaded
-        if loaded is None:
-            self.shard.has_ended = False  # of the pass before: a persistent worker's state is asked for before it reads
+        first: list[Any] = []
+        if loaded is not None:
+            self._start, self._first = loaded["start"], loaded.get("first")
+        elif self._start is None:
             self._start = self.shard.dataset.state_dict()
-            return self._draw()
-        self._start = loaded["start"]
-        return iter(()) if self.shard.has_ended else self._draw()
+        else:  # a later pass of a persistent worker: the dataset can still answer with the end of the pass before
+            self._first = first
+        return iter(()) if loaded is not None and self.shard.has_ended else self._draw(first)
 
-    def _draw(self) -> Iterator[object]:
-        for sample in self.shard.draw():
+    def _draw(self, first: list[Any]) -> Iterator[object]:
+        for sample in self.shard.draw(first):
             self._unread = None
             yield sample
         self._unread = None
 
     def state_dict(self) -> dict[str, object]:
-        """Return the dataset's current state, and the one at the epoch's start for padding samples."""
+        """Return the dataset's current state, and for padding the one at the epoch's start, or the first samples."""
         if self._unread is not None:  # a dataset may apply a loaded state when it is read, and until then tell another
             return dict(self._unread)
         stream = self.shard.dataset.state_dict()
-        return {"start": self._start, "stream": stream, "has_ended": self.shard.has_ended}
+        # A copy: torchdata finds what has changed by comparing with the state before.
+        first = None if self._first is None else [*self._first]
+        return {"start": self._start, "first": first, "stream": stream, "has_ended": self.shard.has_ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state`` in the next pass."""
-        shard, stream = self.shard, self.shard.dataset
-        if not shard.drop_last and not state["has_ended"]:
+        shard, stream, first = self.shard, self.shard.dataset, state.get("first")
+        if first is None and not shard.drop_last and not state["has_ended"]:
             with host_streams(capture_host_streams()):
                 stream.load_state_dict(state["start"])
                 first = list(islice(iter(stream), shard.global_batch_size))
-            shard.first_global_batch = (lambda: first) if first else None
+        shard.first_global_batch = (lambda: first) if first else None
         stream.load_state_dict(state["stream"])
-        shard.has_ended, self._loaded = state["has_ended"], state
+        shard.has_ended, self._loaded, self._unread = state["has_ended"], state, state
 
 
 @final

@@ -222,7 +222,7 @@ def test_streams_are_sharded_by_the_rules(count: int, drop_last: bool, split: bo
 
 def test_the_last_item_of_a_padded_global_batch_has_its_coverage() -> None:
     shard = IterableDatasetShard(Stream(5), 2, False, 2, 1)
-    *plain, last = shard.draw()
+    *plain, last = shard.draw([])
     assert plain == [2, 3, 1]
     assert (last.item, last.coverage.valid, last.coverage.size) == (2, (1, 0), (2, 2))
 

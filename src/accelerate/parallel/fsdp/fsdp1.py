@@ -20,9 +20,7 @@ from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError, PreparationError
-from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
-from ...settings.labels import DistributedType
 from ...torch_private.fsdp import (
     all_flat_parameters,
     flat_gradients,
@@ -37,7 +35,7 @@ from ...torch_private.fsdp import (
 from ...torch_private.modules import takes_data_of
 from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
-from ..base import PreparedArguments, Role, Strategy, StrategyOptions
+from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, norm_dtype, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
@@ -46,7 +44,7 @@ from ..matrix_optimizer import needs_whole_matrices
 from ..rebind import ensure_weights_retied, inner_optimizer
 from ..state import ModelState
 from .packed import refuse_cast
-from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
+from .setup import FSDPStrategy, average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import FlatAccess, checkpoint_state_of, flat_held_tensors, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
 
@@ -58,7 +56,7 @@ Result = TypeVar("Result")
 
 
 @final
-class FlatShard(Strategy):
+class FlatShard(FSDPStrategy):
     """Flat parameters, one per wrap unit, sharded over the ranks and gathered while their unit computes."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
@@ -68,18 +66,6 @@ class FlatShard(Strategy):
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         #: The modules whose own parameters were flattened.
         self.flattened: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type: FSDP."""
-        return DistributedType.FSDP
-
-    @property
-    def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The current FullyShardedDataParallelPlugin."""
-        plugin = self.options.plugins.fsdp
-        assert plugin is not None  # this strategy is chosen for it
-        return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
 

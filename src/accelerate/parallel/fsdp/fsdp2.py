@@ -20,9 +20,7 @@ from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...modules import is_sharded
-from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
-from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import sharded_parameters
 from ...training.oom_retry import RetryMode
@@ -39,6 +37,7 @@ from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .packed import attach_statistics, broadcast_statistics, check_packed, store_as
 from .setup import (
+    FSDPStrategy,
     average_ignored,
     broadcast_from_main,
     move_unit,
@@ -54,7 +53,7 @@ _own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 
 
 @final
-class FullyShard(ShardedStrategy):
+class FullyShard(FSDPStrategy, ShardedStrategy):
     """Parameters sharded over the ranks; each wrap unit is gathered while it computes."""
 
     can_repeat_passes = True
@@ -67,18 +66,6 @@ class FullyShard(ShardedStrategy):
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
         self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type: FSDP."""
-        return DistributedType.FSDP
-
-    @property
-    def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The current FullyShardedDataParallelPlugin."""
-        plugin = self.options.plugins.fsdp
-        assert plugin is not None  # this strategy is chosen for it
-        return plugin
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if all of ``model`` came under ``fully_shard``; then it isn't sharded again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -14,12 +15,31 @@ from ...distributed.world import World
 from ...errors import MissingDependency
 from ...logging import MultiProcessAdapter, get_logger
 from ...modules import move_tensor, parameter_places, put_parameter
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
+from ...settings.labels import DistributedType
 from ...torch_private.modules import takes_data_of
 from ...versions import is_torch_version
+from ..base import Strategy
 
 logger: MultiProcessAdapter = get_logger(__name__)
 #: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
 OLDEST_ON_CPU: Final = "2.9.0"
+
+
+class FSDPStrategy(Strategy, ABC):
+    """The type and the settings that both versions of FSDP have."""
+
+    @property
+    def label(self) -> DistributedType:
+        """The distributed type: FSDP."""
+        return DistributedType.FSDP
+
+    @property
+    def plugin(self) -> FullyShardedDataParallelPlugin:
+        """The current FullyShardedDataParallelPlugin."""
+        plugin = self.options.plugins.fsdp
+        assert plugin is not None  # this strategy is chosen for it
+        return plugin
 
 
 def refuse_old_torch(device: torch.device) -> None:
