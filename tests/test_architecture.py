@@ -228,7 +228,7 @@ FUNCTION_LIMIT: Final = 60
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
 CORE_LIMIT: Final = (42_478, 313)
-GUESTS_LIMIT: Final = (14_658, 113)
+GUESTS_LIMIT: Final = (14_634, 113)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

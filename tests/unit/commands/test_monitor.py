@@ -22,7 +22,7 @@ from accelerate.guests.monitor.rendering import page
 from accelerate.guests.monitor.runs import Runs
 from accelerate.guests.monitor.serve import Server
 from accelerate.guests.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
-from accelerate.guests.monitor.terminal import colored, plot, screen
+from accelerate.guests.monitor.terminal import colored, loss_line, screen
 
 NOW = 1000.0
 
@@ -303,14 +303,12 @@ def test_a_page_may_be_opened_before_its_folder_is_there(tmp_path: Path) -> None
         Runs(tmp_path / "file", may_come=True)
 
 
-def test_a_curve_of_dots_falls_from_left_to_right() -> None:
-    lines = plot([0, 50, 100], [3.0, 2.0, 1.0], 40, 5)
-    rows = [line.split("┤")[1] for line in lines if "┤" in line]
-    firsts = [next((at for at, cell in enumerate(row) if cell != "\u2800"), -1) for row in rows]
-    assert firsts[0] == 0 and firsts[-1] > firsts[0]
-    assert lines[0].startswith("3 ┤") and "step 100" in lines[-1]
-    assert all(any(row[column] != "\u2800" for row in rows) for column in range(len(rows[0])))  # without a gap
-    assert plot([1], [None], 40, 5) == ["loss: no finite number yet"]
+def test_the_loss_is_shown_by_numbers_and_bars() -> None:
+    text = loss_line([0, 50, 60, 100], [3.0, None, 1.0, 2.0], 100)
+    assert text == "loss 3 at step 0, lowest 1 at step 60, 2 at step 100  █▁▅"
+    assert len(loss_line([*range(1000)], [*map(float, range(1000))], 80)) == 80
+    assert loss_line([1, 2], [0.5, 0.5], 80).endswith("▁▁")
+    assert loss_line([1], [None], 40) == "loss: no finite number yet"
 
 
 def test_a_folder_of_several_runs_lists_them_with_how_they_ended(

@@ -1,4 +1,4 @@
-"""The terminal view of a run: numbers, the loss as a curve of dots, the ranks and the last events."""
+"""The terminal view of a run: numbers, the loss over the steps, the ranks and the last events."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .records import FOLDER
 from .snapshot import snapshot
 from .wording import describe
 
-#: The eight dots of a braille character, by column and row.
-_DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_BARS: Final = "▁▂▃▄▅▆▇█"
 _SIGNS: Final = {
     "save": "✓", "load": "↺", "restart": "↻", "start": "▸", "stop": "■", "error": "✗", "non_finite": "✗",
     "warning": "▲", "epoch": "·", "end": "◂", "note": "•",
@@ -75,9 +74,8 @@ def screen(content: Document, width: int, height: int = 200) -> list[str]:
         return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
     ranks, events = _ranks(content), _events(content["events"], content["num_ranks"], width)
-    plot_height = max(4, min(14, height - len(lines) - len(ranks) - len(events) - 5))
     if loss is not None:
-        lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), plot_height)]
+        lines += ["", loss_line(loss["steps"], loss["values"], width)]
     lines += ["", *ranks, "", *events]
     return [_fitting(line, width) for line in lines[:height]]
 
@@ -150,44 +148,18 @@ def _number(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, (int, float)) else str(value)
 
 
-def plot(steps: Sequence[int], values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Plot the values over the steps in braille dots, with numbers at the axes."""
+def loss_line(steps: Sequence[int], values: Sequence[float | None], width: int) -> str:
+    """Return the first, the lowest and the last loss, and a bar for each part of the steps."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     if not points:
-        return ["loss: no finite number yet"]
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    first, last = points[0][0], points[-1][0]
-    labels = [f"{high:.4g}", f"{(low + high) / 2:.4g}", f"{low:.4g}"]
-    margin = max(map(len, labels)) + 2
-    columns = max(10, width - margin)
-    columns_of: dict[int, list[float]] = {}
-    for step, value in points:
-        at = round((step - first) / (last - first) * (2 * columns - 1)) if last > first else 0
-        columns_of.setdefault(at, []).append(value)
-    rows_of = {
-        x: (high - statistics.fmean(found)) / (high - low) * (4 * height - 1) if high > low else 2.0 * height
-        for x, found in sorted(columns_of.items())
-    }
-    rows = ["".join(chr(0x2800 + cell) for cell in row) for row in _line(rows_of, columns, height)]
-    marks = {0: labels[0], height // 2: labels[1], height - 1: labels[2]}
-    lines = [f"{marks.get(at, ''):>{margin - 2}} ┤{row}" for at, row in enumerate(rows)]
-    lines.append(f"{'loss':>{margin - 2}} └{'─' * columns}")
-    end = f"step {last}"
-    lines.append(" " * margin + f"{first}" + end.rjust(columns - len(str(first))))
-    return lines
-
-
-def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int]]:
-    """Return the cells by row and column of the line through the points, given as dot column -> dot row."""
-    cells = [[0] * columns for _ in range(height)]
-    known = list(rows_of.items())
-    for (x, y), (next_x, next_y) in zip(known, [*known[1:], known[-1]], strict=True):
-        for column in range(x, max(next_x, x + 1)):
-            slope = (next_y - y) / (next_x - x) if next_x > x else 0.0
-            ends = sorted(round(y + slope * (at - x)) for at in (column, min(column + 1, next_x)))
-            for row in range(ends[0], ends[1] + 1):
-                cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
-    return cells
+        return "loss: no finite number yet"
+    (first, start), (best, low), (last, end) = points[0], min(points, key=lambda point: point[1]), points[-1]
+    text = f"loss {start:.4g} at step {first}, lowest {low:.4g} at step {best}, {end:.4g} at step {last}  "
+    count = min(len(points), max(10, min(width, 120) - len(text)))
+    parts = [points[len(points) * part // count : len(points) * (part + 1) // count] for part in range(count)]
+    means = [statistics.fmean(value for _, value in part) for part in parts]
+    scale = (len(_BARS) - 1) / ((max(means) - min(means)) or 1.0)
+    return text + "".join(_BARS[round((mean - min(means)) * scale)] for mean in means)
 
 
 def _ranks(content: Document) -> list[str]:
