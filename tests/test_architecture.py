@@ -219,6 +219,13 @@ NO_NAMES: Final = {
 }
 RIDDLES: Final = ("What ", "Nothing ", "Every ", "As ", "None ")
 
+CLAUSES: Final = re.compile(r"\b(?:what|which|(?<!on )that|whose)\b", re.IGNORECASE)
+#: Their words are the library's of the same name.
+PEERS_QUESTIONS: Final = (
+    "What is the IP address of the machine that will host the main process?",
+    "What is the name of the function in your script that every process should run?",
+)
+
 FILE_LIMIT: Final = 500
 #: The Accelerator's file is its public interface: half of its lines are signatures. The others are to be split.
 FILE_LIMITS: Final = {"accelerator.py": 1095, "checkpointing/loading.py": 520, "data_loader/prefetch.py": 505}
@@ -227,8 +234,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
-CORE_LIMIT: Final = (42_478, 313)
-GUESTS_LIMIT: Final = (14_634, 113)
+CORE_LIMIT: Final = (42_477, 313)
+GUESTS_LIMIT: Final = (14_632, 113)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 
@@ -1173,6 +1180,24 @@ def test_docstrings_are_no_riddles() -> None:
     holds(findings, "A docstring says in the imperative what a function does, and with a noun what an object is.")
 
 
+def test_messages_are_read_once() -> None:
+    """No sentence of a message has two clauses (docs/architecture.md, English): what has to be read twice is two."""
+    findings = []
+    for file in files():
+        inside = {id(part) for node in file.nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        for node in file.nodes:
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                text = node.value
+            else:
+                continue
+            for sentence in re.split(r"(?<=[.!?:;])\s+", "" if "\n" in text else text):
+                if len(CLAUSES.findall(sentence)) > 1 and sentence not in PEERS_QUESTIONS:
+                    findings.append(file.at(node, sentence))
+    holds(findings, "A sentence of a message has at most one clause with what, which, that or whose.")
+
+
 # ------------------------------------------------------------------------------------------------ size
 
 
@@ -1316,6 +1341,7 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_any_is_rare, {"modules": "def f(x: Any) -> list[Any]:\n    return [x]\n"}),
     (test_names_are_words_of_the_field, {"modules": "def knock() -> None:\n    pass\n"}),
     (test_docstrings_are_no_riddles, {"modules": 'def f() -> None:\n    """What it does."""\n'}),
+    (test_messages_are_read_once, {"modules": "raise ValueError('a file that says what is wrong')\n"}),
     (test_files_are_small, {"modules": "x = 1\n" * 501}),
     (test_every_package_keeps_within_its_budget, {"attic": "x = 1\n"}),
     (test_functions_are_small, {"modules": "def f():\n" + "    x = 1\n" * 61}),

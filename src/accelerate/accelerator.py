@@ -1763,16 +1763,16 @@ class Accelerator(ReplaceableSteps):
         Example:
             ```python
             folder = accelerator.resume("checkpoints")
-            accelerator.print("a new run" if folder is None else f"goes on from {folder}")
+            accelerator.print("a new run" if folder is None else f"resumed from {folder}")
             ```
         """
         self._background.wait()
         options = checkpointing.LoadOptions.of(load_kwargs=load_kwargs, **load_model_func_kwargs)
         loaded = checkpointing.resume_run(self._run_state, root, options)
         if loaded is None:
-            logger.info("A new run: there is no checkpoint in %s", root or self.project_dir)
+            logger.info("Starting a new run: there is no checkpoint in %s", root or self.project_dir)
             return None
-        logger.info("The run goes on from %s", loaded.folder)
+        logger.info("Resuming from %s", loaded.folder)
         self._go_on(loaded, keep_global_batch)
         return str(loaded.folder)
 

@@ -58,7 +58,7 @@ def test_a_conversion_that_trains_the_same_is_written(script: Path, capsys: pyte
     Path("model.pt").write_text("precious")
     assert main([str(script), "--verify", "--num-steps", "7", "--write", "--", "0.05"]) == 0
     printed = capsys.readouterr().out
-    assert "The conversion trains the same (1 process, 2 processes)." in printed
+    assert "The converted script trains identically (1 process, 2 processes)." in printed
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] == ["7"]]
     assert len(rows) == 1 and len(rows[0]) == 4, printed  # the last of seven steps, in three runs
     assert "accelerator.backward(loss)" in script.read_text()
@@ -108,9 +108,9 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
     ]
     excused = Comparison([one, same, other], {"2 processes": "the loop draws random numbers"})
     assert not excused.differences
-    assert excused.text("The conversion trains the same").splitlines()[-2:] == [
+    assert excused.text("The converted script trains identically").splitlines()[-2:] == [
         "Not compared on 2 processes: the loop draws random numbers.",
-        "The conversion trains the same (1 process).",
+        "The converted script trains identically (1 process).",
     ]
     for wrong in (
         dataclasses.replace(same, losses=[1.0]),

@@ -152,7 +152,7 @@ def test_on_another_number_of_ranks_all_go_on_with_the_first_rank_s_and_it_is_sa
     answers = run_on_ranks(_other_number, 3, tmp_path / "ck")
     for buffers, _ in answers:
         assert buffers == saved[0]
-    said = [text.count("all ranks go on with those of the first") for _, text in answers]
+    said = [text.count("all ranks now have those of the first") for _, text in answers]
     assert said == [1, 0, 0]
 
 

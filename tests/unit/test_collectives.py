@@ -91,7 +91,7 @@ def test_padding_refuses_what_is_no_tensor() -> None:
 def test_a_pretended_world_has_nobody_to_talk_to() -> None:
     pretended = World.pretend(rank=1, size=2)
     for operation in (gather, reduce, broadcast, gather_object, pad_across_processes):
-        with pytest.raises(CollectiveError, match="pretended world of 2"):
+        with pytest.raises(CollectiveError, match="simulated world of 2"):
             operation(torch.ones(1), world=pretended)
 
 

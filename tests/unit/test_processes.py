@@ -159,10 +159,10 @@ def test_waiting_in_a_world_of_one_is_no_waiting() -> None:
 
 def test_a_pretended_world_is_not_waited_for() -> None:
     world = World.pretend(1, 2)
-    with pytest.raises(CollectiveError, match="pretended"):
+    with pytest.raises(CollectiveError, match="simulated"):
         wait_for_everyone(world)
     for section in (main_process_first, local_main_process_first, in_order):
-        with pytest.raises(CollectiveError, match="pretended"), section(world):
+        with pytest.raises(CollectiveError, match="simulated"), section(world):
             pass
 
 

@@ -428,7 +428,7 @@ class Loading:
         if manifest.world_size != self.ranks.world_size:
             self.found.notes.append(
                 f"the models' buffers (such as the statistics of BatchNorm) differed between its {manifest.world_size} "
-                "ranks, and all ranks go on with those of the first"
+                "ranks, and all ranks now have those of the first"
             )
         elif BUFFERS.holds(folder, rank):
             states: list[dict[str, torch.Tensor]] = BUFFERS.read(folder, rank)
@@ -450,7 +450,7 @@ class Loading:
                 self._later(sharded.read_optimizer_shards(access, optimizer, models, shards))
             elif holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
                 self.found.notes.append(
-                    "DeepSpeed saved it, so that only DeepSpeed can go on with its optimizer: ours is anew"
+                    "DeepSpeed saved it, and only DeepSpeed can load its optimizer state: the optimizer starts fresh"
                 )
             else:
                 state = OPTIMIZER.read(folder, number, **self.options.of_pickles)

@@ -73,8 +73,8 @@ def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer
     for name in packed:
         if not _keeps_few_bits(optimizer):
             raise CheckpointError(
-                f"{name!r} was saved by an optimizer that keeps it in few bits, which {type(optimizer).__name__} "
-                "doesn't. Make the optimizer that saved it (torchao.optim.AdamW8bit, ...), or leave the optimizer out."
+                f"{name!r} was saved in few bits, but {type(optimizer).__name__} keeps full precision. "
+                "Make the optimizer that saved it (torchao.optim.AdamW8bit, ...), or leave the optimizer out."
             )
         fresh = optimizer._new_buffer(parameter, name == "exp_avg")
         _fill(_local(fresh), parameter, entries, name, optimizer)

@@ -664,8 +664,8 @@ def _write_configs(model: object, create: Create) -> None:
     found = {name: _as_dict(getattr(model, attribute, None)) for attribute, name in _CONFIGS}
     if found["config.json"] is None:
         raise CheckpointError(
-            f"{type(model).__qualname__} has no `config` that can be written as config.json, which from_pretrained "
-            "needs. save_model() writes the weights alone."
+            f"{type(model).__qualname__} has no `config` to write as config.json, and from_pretrained needs that file. "
+            "save_model() writes the weights alone."
         )
     for name, content in found.items():
         if content is not None:

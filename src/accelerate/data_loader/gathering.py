@@ -333,8 +333,8 @@ class StreamingMean:
     def _valid_rows(self, values: torch.Tensor) -> torch.Tensor:
         if values.ndim == 0:
             raise PreparationError(
-                "StreamingMean.update() was given a single number. Give one value per sample, so that rows that "
-                "complete a batch can be left out; or the sum over the batch, with weight=."
+                "StreamingMean.update() was given a single number. Give one value per sample, so that padded rows "
+                "can be left out; or the sum over the batch, with weight=."
             )
         loader, _ = loader_of(values, self._gradient_state, is_main=self._mesh.world.is_main)
         own = getattr(loader, "own_rows", None)

@@ -61,9 +61,9 @@ def wrong_batches_error(own: object, problem: str) -> PreparationError:
     """Return the error for a loader that yields other batches than its batch sampler requests."""
     name = type(own).__qualname__
     return PreparationError(
-        f"{name}.__iter__ {problem}, so it can't be told which samples its batches hold. A loader whose class has an "
-        "__iter__ of its own can be prepared if that gives one batch for each of self.batch_sampler, in this order "
-        "(as `for batch in super().__iter__()` does). Move what it does into the dataset, collate_fn or the batch "
+        f"{name}.__iter__ {problem}, so the samples of its batches are unknown. A loader class may have its own "
+        "__iter__ if it yields one batch for each of self.batch_sampler, in this order (as "
+        "`for batch in super().__iter__()` does). Otherwise, move its work into the dataset, collate_fn or the batch "
         f"sampler, or don't prepare this {name}."
     )
 
@@ -77,9 +77,9 @@ def check_own_iter(own: object, *, is_sharded_stream: bool, use_stateful_dataloa
     name = type(own).__qualname__
     if is_sharded_stream:
         raise PreparationError(
-            f"{name} has an __iter__ of its own and reads a stream that every rank would have to take a part of, which "
-            "is done where batches are collated, behind that __iter__. Use dispatch_batches=True (rank 0 reads), or "
-            "already_sharded=True if each rank's stream is its own part."
+            f"{name} has an __iter__ of its own, so its iterable dataset can't be sharded over the ranks: sharding "
+            "happens when batches are collated. Use dispatch_batches=True (rank 0 reads), or already_sharded=True if "
+            "each rank's dataset is its own part."
         )
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
     if use_stateful_dataloader and not (torchdata and isinstance(own, torchdata.StatefulDataLoader)):

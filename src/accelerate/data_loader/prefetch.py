@@ -558,8 +558,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             found = hidden_generators(self.dataset)
         if found:
             warnings.warn(
-                f"The dataset has a random generator of its own ({', '.join(found)}), which no checkpoint holds: what "
-                "it draws from now on differs from what the saved run would have drawn. Draw from torch's, NumPy's or "
+                f"The dataset has a random generator of its own ({', '.join(found)}), which no checkpoint holds. "
+                "From now on its numbers differ from those of the saved run. Draw from torch's, NumPy's or "
                 "Python's global streams, or give the dataset state_dict() and load_state_dict().",
                 ResumeWarning,
                 stacklevel=3,

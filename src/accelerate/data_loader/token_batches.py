@@ -93,7 +93,7 @@ class TokenBatchSampler(PositionedBatchSampler):
         if self._saved_plan is not None and replace(plan, num_ranks=self.plan.num_ranks) != self.plan:
             warnings.warn(
                 f"token_budget={self.plan.token_budget}, packed={self.plan.packed} count from the next epoch on: this "
-                f"one goes on with token_budget={plan.token_budget}, packed={plan.packed}, with which it began.",
+                f"one continues with token_budget={plan.token_budget}, packed={plan.packed}.",
                 ResumeWarning,
                 stacklevel=2,
             )
@@ -215,8 +215,8 @@ def with_token_budget(
     asked = f"DataLoaderConfiguration(token_budget={token_budget})"
     if isinstance(dataset, IterableDataset):
         raise PreparationError(
-            f"{asked} makes batches of a known number of tokens, but {type(dataset).__name__} is a stream: nobody "
-            f"knows how long its next sample is. {advice}"
+            f"{asked} makes batches of a known number of tokens, but {type(dataset).__name__} is a stream: the "
+            f"length of its next sample is unknown. {advice}"
         )
     if type(batch_sampler) is not BatchSampler:
         made_by = "doesn't batch (batch_size=None)" if batch_sampler is None else f"has {type(batch_sampler).__name__}"

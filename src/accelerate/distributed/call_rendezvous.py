@@ -381,8 +381,8 @@ def _rank_0_is_absent(operation: str, rank: int, where: str) -> str:
 def _still_waiting(operation: str, limit_seconds: float) -> str:
     return (
         f"Rank 0 is in `{operation}` and waits for the other ranks, which made this call the last time, for up to "
-        f"{limit_seconds:.0f} s; then it goes on alone. Let every rank make it, or the main process alone, each time; "
-        "or, on the CPU, leave ACCELERATE_HANG_SECONDS as it is: a rank that waits elsewhere is then found out at once."
+        f"{limit_seconds:.0f} s; then it continues alone. Let every rank make it, or only the main process, each time. "
+        "Or, on the CPU, leave ACCELERATE_HANG_SECONDS as it is: a rank that waits elsewhere is then found out at once."
     )
 
 

@@ -110,7 +110,7 @@ def coordinator_of(world: World, name: str) -> Coordinator:
         raise CollectiveError(world.members.why_not(name))
     if world.kind.runtime:
         raise NotBuilt(f"`{name}` between {world.kind.name} processes isn't built in this version.")
-    raise CollectiveError(f"`{name}`: this is a pretended world of {world.size}; it can't communicate.")
+    raise CollectiveError(f"`{name}`: this is a simulated world of {world.size}; it can't communicate.")
 
 
 def _describe(data: object) -> list[Any]:
@@ -132,7 +132,7 @@ def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
     calls = [json.loads(text) for text in descriptions]
     if len({(call[0], *call[2:]) for call in calls}) > 1:
         lines = "\n".join(f"  - Process {rank}: {_named(call)} at {sites[rank]}" for rank, call in enumerate(calls))
-        return f"The processes are in different operations and would wait for each other for ever:\n{lines}"
+        return f"The processes are in different operations and would wait for each other forever:\n{lines}"
     name = calls[0][0]
     if len({call[1][0] for call in calls}) > 1:
         what, column, heading = "shape", 0, "Input shapes"

@@ -292,7 +292,7 @@ def ended_preempted(failures: Sequence[Failure]) -> str:
     rest = f"; {some_ranks(others)} ended otherwise" if others else ""
     return (
         f"preempted: {some_ranks(saved)} saved, and ended with exit code {code}{rest}. Started again, the "
-        "script goes on where it calls `accelerator.resume()`."
+        "script resumes where it calls `accelerator.resume()`."
     )
 
 

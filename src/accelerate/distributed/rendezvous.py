@@ -289,8 +289,8 @@ def _unreachable(
         return f"Rank 0 couldn't listen at {identity.address}:{identity.port} ({source}): {error}"
     return (
         f"Rank {identity.rank} of {identity.size} reached nobody at {identity.address}:{identity.port} within "
-        f"{wait_limit.total_seconds():.0f} s ({source}). Check that rank 0 runs, that the address is rank 0's host as "
-        f"seen from here, and that no firewall closes the port. torch says: {error}"
+        f"{wait_limit.total_seconds():.0f} s ({source}). Check that rank 0 runs, the address is rank 0's host as seen "
+        f"from here, and no firewall closes the port. torch says: {error}"
     )
 
 
@@ -493,8 +493,8 @@ class _OwnWorld:
                 return f"two processes say that they are rank {member.rank}: {both}. {_RANK_HINT}"
             if member.size != size:
                 return (
-                    f"rank 0 was told that there are {size} processes, rank {member.rank} ({member.who}) "
-                    f"that there are {member.size}. Give every launcher the same number of machines and processes "
+                    f"rank 0 expects {size} processes, but rank {member.rank} ({member.who}) expects "
+                    f"{member.size}. Give every launcher the same number of machines and processes "
                     "(WORLD_SIZE)"
                 )
             here[member.rank] = member

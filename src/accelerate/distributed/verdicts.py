@@ -69,7 +69,7 @@ class Verdict:
             return (
                 f"{here}, but rank {self.rank} is in {where} instead: they wait for each other and would never meet "
                 f"(operation {me.number} of this world). Every rank has to make the same calls in the same order; look "
-                "for a call under `if accelerator.is_main_process:` that the other branch doesn't make. To let the "
+                "for a call that only one branch of `if accelerator.is_main_process:` makes. To let the "
                 "main process go first, use `with accelerator.main_process_first():`."
             )
         if self.kind == "inside":
@@ -94,8 +94,8 @@ class Verdict:
             return f"{here}, but rank {self.rank}, which waited there too, has given up: its timeout is over."
         return (
             f"{here}, but rank {self.rank} has ended (or left the world) without making that call, so it would wait "
-            "for ever. Every rank has to make the same calls in the same order; look for a call under "
-            "`if accelerator.is_main_process:` that the other branch doesn't make, or for an error on that rank."
+            "forever. Every rank has to make the same calls in the same order; look for a call that only one branch of "
+            "`if accelerator.is_main_process:` makes, or for an error on that rank."
         )
 
 

@@ -22,8 +22,8 @@ def refuse_recurrent_layers(model: torch.nn.Module) -> None:
     modules = [type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     if kinds or modules:
         raise PreparationError(
-            f"{type(model).__name__} has {[*kinds, *modules][0]} layers, which read a sequence from its beginning, so "
-            "that ranks can't have parts of it: context and sequence parallelism need attention layers only. Set "
+            f"{type(model).__name__} has {[*kinds, *modules][0]} layers, which read a sequence from its beginning. "
+            "Ranks can't compute parts of it: context and sequence parallelism need attention layers only. Set "
             "cp_size=1 and sp_size=1."
         )
 

@@ -125,7 +125,7 @@ class OutputStream:
         try:
             write_whole(self._log, data)
         except OSError as error:
-            note = f"accelerate launch: {self._log.name} ends here: {error.strerror}. The run goes on without it.\n"
+            note = f"accelerate launch: {self._log.name} ends here: {error.strerror}. The run continues without it.\n"
             self._show(note.encode())
             self._log.close()
             self._log = None

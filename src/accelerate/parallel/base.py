@@ -332,7 +332,7 @@ def require_role(obj: object, role: Role) -> None:
     if found not in (role, Role.FOREIGN):
         raise PreparationError(
             f"{asked} got {type(obj).__name__}, which is {_named(found)}. Use "
-            f"prepare_{found.value.replace(' ', '_')}(), or prepare(), which finds out what each object is."
+            f"prepare_{found.value.replace(' ', '_')}(), or prepare(), for objects of any kind."
         )
 
 

@@ -120,7 +120,7 @@ def _same_module_again(module: nn.Module) -> nn.Module:
     if forward is not None and copy.__dict__["forward"] is forward:
         warnings.warn(
             f"compile_regions: {type(module).__name__}.forward was replaced on the instance by {forward!r}, which "
-            "isn't bound to the module, so it still runs the layers that aren't compiled. Assign a method "
+            "isn't bound to the module, so it runs the uncompiled layers. Assign a method "
             "(types.MethodType(function, model)), use accelerate.hooks.add_hook_to_module, or replace it after "
             "compiling.",
             stacklevel=2,

@@ -369,8 +369,8 @@ class ReplicaGradients:
         if wrong:
             raise PreparationError(
                 f"The gradient of {wrong[0]!r} ({len(wrong)} of {len(whole)} parameters) differs between "
-                f"{some_ranks(self._mesh.ranks('tp'))}, which share their samples, so that their copies of it would "
-                "drift apart. Where each sees a part of the sequence, shard the module by SequenceParallel; where they "
+                f"{some_ranks(self._mesh.ranks('tp'))}, which share their samples: their copies would drift apart. "
+                "Where each sees a part of the sequence, shard the module by SequenceParallel; where they "
                 "were given different samples, let prepare() have the loader."
             )
 

@@ -172,7 +172,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             self.param_init_fn = _allocate
 
     def _dropped_of_environment(self, given: Mapping[str, object]) -> list[str]:
-        """Return the version 1 variables whose values differ from those that launchers export for both versions."""
+        """Return the variables of version 1 with other values than launchers export for both versions."""
         options = (option_of(type(self), name) for name in ONLY_VERSION_1 if name not in given)
         return [
             option.env[0]

@@ -99,7 +99,7 @@ class RayOptions(OptionGroup, title="Ray", section="ray_config", key="ray_", fla
         None, "The address of the cluster; the one of RAY_ADDRESS, or of this machine, when it is not given."
     )
     cpus_per_worker: int | None = option(None, "The cores of each process.", minimum=1)
-    storage_path: str | None = option(None, "Where Ray Train keeps what it knows of the run.")
+    storage_path: str | None = option(None, "The folder for Ray Train's records of the run.")
     upload: bool = option(True, "Send this folder to the workers; say false where all machines have it.")
 
 

@@ -137,8 +137,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     )
     pretend: int | None = option(
         None,
-        "Run the script here as one rank of a world of so many, without values and alone, and print what that rank "
-        "holds, reads, sends and saves.",
+        "Simulate one rank of a job with so many processes, and print its memory, samples, collectives and files.",
         key=None,
         minimum=1,
         guest="pretend",

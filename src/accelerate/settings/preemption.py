@@ -21,13 +21,13 @@ class PreemptionOptions(OptionGroup, title="Preemption", env="ACCELERATE_", flag
         quiet=True,
     )
     grace_seconds: float = option(
-        30.0, "How long after a signal the ranks may go on, before they are killed.", minimum=0, quiet=True
+        30.0, "How long the ranks may continue after a signal, before they are killed.", minimum=0, quiet=True
     )
     notice_file: str | None = option(
         None, "A file whose appearance is a notice of preemption, as a signal is.", quiet=True
     )
     notice_url: str | None = option(
-        None, "An address whose answer is a notice of preemption, such as that of a cloud's instance.", quiet=True
+        None, "A URL that answers with a notice of preemption, such as a cloud instance's metadata.", quiet=True
     )
     finish_evaluation: bool = option(
         False, "A notice inside of an evaluation waits for its end, however long it takes.", flag=None, env=None

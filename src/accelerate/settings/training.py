@@ -91,7 +91,7 @@ class ProjectOptions(OptionGroup, title="Project"):
     save_asynchronously: bool = option(False, "save_state() returns as soon as the state is copied to host memory.")
     compare_replicas: Literal["warn", "raise", "no"] = option(
         "warn",
-        "What save_state() does where ranks that should hold the same parameters don't.",
+        "What save_state() does if replicas of a parameter differ.",
         choices=("warn", "raise", "no"),
     )
 

@@ -109,8 +109,8 @@ class BackgroundQueue:
                 self.refused += 1
         if not fits and self.refused == 1:
             logger.warning(
-                "The tracker '%s' takes records more slowly than they come: %.0f MiB wait, which is the limit, so new "
-                "ones are left out until there is room (first: %s). Training goes on.",
+                "The tracker '%s' takes records more slowly than they come: %.0f MiB wait (the limit), so new "
+                "ones are dropped until there is room (first: %s). Training continues.",
                 self.owner, self.limit_bytes / 2**20, what,
             )  # fmt: skip
 
@@ -153,7 +153,7 @@ class BackgroundQueue:
         if self.failed == 1:
             self._first_failure = f"{what}: {type(error).__name__}: {error}"
             logger.error(
-                "The tracker '%s' failed (%s). Training goes on, and what it can't take is left out.",
+                "The tracker '%s' failed (%s). Training continues; records it can't take are dropped.",
                 self.owner, self._first_failure,
             )  # fmt: skip
 

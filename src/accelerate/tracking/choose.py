@@ -190,7 +190,7 @@ def _start(tracker: GeneralTracker, config: dict[str, object] | None) -> General
         raise
     except Exception as error:  # a service that is down or rejects the run; training doesn't depend on it
         logger.error(
-            "The tracker '%s' could not start (%s: %s). Training goes on without it.",
+            "The tracker '%s' could not start (%s: %s). Training continues without it.",
             tracker.name, type(error).__name__, error,
         )  # fmt: skip
         return BlankTracker(tracker.name)

@@ -158,7 +158,7 @@ class MLflowTracker(GeneralTracker):
                 self._leave_thread()
             except Exception as error:  # the service's; the program ends either way
                 logger.warning(
-                    "MLflow could not be told that run %s has ended (%s); it goes on showing it as running.",
+                    "MLflow could not be told that run %s has ended (%s); it still shows it as running.",
                     self._id, type(error).__name__,
                 )  # fmt: skip
 

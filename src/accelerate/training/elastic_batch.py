@@ -89,7 +89,7 @@ def restore_accumulation(
         # The next micro-batch begins a whole update.
         gradient_state.step = gradient_state.step // before["steps"] * gradient_state.num_steps
     if changes:
-        logger.warning("Goes on from %s with changes:\n  %s", loaded.folder, "\n  ".join(changes))
+        logger.warning("Resuming from %s with changes:\n  %s", loaded.folder, "\n  ".join(changes))
 
 
 def _count_of(before: GlobalBatchInfo, now: GlobalBatchInfo, count: int) -> int | None:
@@ -140,7 +140,7 @@ def _whole_number(needed: float | None) -> int | None:
 def _suggestion(needed: float | None) -> str:
     steps = _whole_number(needed)
     if steps is None:
-        return "no whole number of micro-batches gives the global batch of before"
+        return "the previous global batch size can't be reproduced with this number of processes"
     return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={steps}"
 
 

@@ -59,8 +59,8 @@ class NamedModels:
         """
         raise PreparationError(
             f"backward(loss, weight=...) inside accumulate({', '.join(type(one).__name__ for one in self.named)}): not "
-            "all of them are, hold or are part of a model that prepare() returned, so it can't be told which gradients "
-            "the window's total weight divides. Give accumulate() prepared models."
+            "all of them contain, or are part of, a prepared model, so the gradients to divide by the window's total "
+            "weight are unknown. Give accumulate() prepared models."
         )
 
 
@@ -112,8 +112,8 @@ class NamedWindows:
                 if pending and any(parameter.grad is not None for parameter in model.parameters()):
                     raise PreparationError(
                         f"backward(loss, weight=...): no accumulate() names {type(model).__name__}, which has "
-                        "gradients while two windows are open, so it can't be told by which total weight they are "
-                        "divided. Name it in the accumulate() of the losses that train it."
+                        "gradients while two windows are open, so the total weight to divide them by is unknown. "
+                        "Name it in the accumulate() of the losses that train it."
                     )
             yield from model.parameters()
 

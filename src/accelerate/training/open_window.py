@@ -110,7 +110,7 @@ class OpenWindow:
         warnings.warn(
             f"save_state() inside a window of gradient accumulation: the gradients of {window[0]} of its {window[1]} "
             f"micro-batches lie inside the engine ({DistributedType(self._kind).value}), and are not in the "
-            "checkpoint: in a run that continues from it, that update is made of its other micro-batches only. "
+            "checkpoint. A resumed run makes that update from its other micro-batches only. "
             "Save where accelerator.sync_gradients is True.",
             ResumeWarning,
             stacklevel=4,

@@ -113,7 +113,7 @@ def test_the_command_counts_and_fails_for_errors(tmp_path: Path, capsys: pytest.
     script = tmp_path / "train.py"
     script.write_text(RIGHT)
     assert main([str(script)]) == 0
-    assert capsys.readouterr().out == f"{script}: nothing to say.\n"
+    assert capsys.readouterr().out == f"{script}: no problems found.\n"
     script.write_text(RIGHT.replace("accelerator.backward(loss)", "loss.backward()"))
     assert main([str(script)]) == 1
     printed = capsys.readouterr().out.splitlines()

@@ -103,7 +103,7 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             17,
             "DistributedSampler",
         ),
-        (BY_HAND + "torch.save(other.module.state_dict(), 'm.pt')\n", 17, "isn't understood which model `other` is"),
+        (BY_HAND + "torch.save(other.module.state_dict(), 'm.pt')\n", 17, "`other` isn't a model known here"),
         (BY_HAND + "rest = len(loader.sampler)\n", 17, "the sampler of a prepared loader is the whole order"),
         (BY_HAND + "lr = 0.1 * args.world_size\n", 17, "isn't understood to be the number of processes"),
         ("for x in test_loader:\n    total += model(x).sum()\n    outputs.append(x)\n", 2, "adds up numbers"),

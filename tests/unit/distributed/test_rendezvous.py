@@ -66,8 +66,8 @@ def test_the_size_may_change_between_attempts() -> None:
 
 def test_different_sizes_are_an_error_on_every_rank() -> None:
     for answer in call(HashStore(), identity(0, 2), identity(1, 3)):
-        assert "rank 0 was told that there are 2 processes, rank 1" in answer
-        assert "that there are 3" in answer
+        assert "rank 0 expects 2 processes, but rank 1" in answer
+        assert "expects 3" in answer
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 2, 2)])

@@ -167,7 +167,7 @@ def test_pods_that_save_on_signals_have_the_time_for_it_and_start_again() -> Non
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet"])
 def test_pods_that_save_but_may_not_start_again_are_refused(kind: str) -> None:
-    with pytest.raises(SettingError, match=r"--save_on_signal.* exit code 75, .* Say by --max_restarts how often"):
+    with pytest.raises(SettingError, match=r"--save_on_signal.* exit code 75, .* Set --max_restarts to the number"):
         plan(k8s_kind=kind, num_processes=2, save_on_signal=True)
     spec = manifest(plan(k8s_kind="JobSet", num_processes=2, save_on_signal=True, max_restarts=3))["spec"]
     assert spec["failurePolicy"] == {"maxRestarts": 3}

@@ -182,7 +182,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     code, _ = supervise(plan_of(write("print('out', rank)"), 2, Logs(tmp_path / "logs")), env.snapshot())
     out = capfd.readouterr().out
     assert code == 0 and {"out 0", "out 1"} <= set(out.splitlines())
-    assert "stdout.log ends here: No space left on device. The run goes on without it." in out
+    assert "stdout.log ends here: No space left on device. The run continues without it." in out
     assert (tmp_path / "logs/1/stdout.log").read_text() == "out 1\n"
 
 
@@ -371,7 +371,7 @@ def test_a_preempted_run_says_so_and_gives_the_code_for_another_start(write: Wri
     assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
     assert launcher.returncode == 75
     assert f"received {signal.Signals(number).name}, passed on to 2 process(es)" in err
-    assert "preempted: ranks 0 and 1 saved, and ended with exit code 75. Started again, the script goes on" in err
+    assert "preempted: ranks 0 and 1 saved, and ended with exit code 75. Started again, the script resumes" in err
     assert "First cause" not in err
 
 

@@ -51,7 +51,7 @@ def test_the_report_is_read_from_top_to_bottom() -> None:
     )
     text = str(report)
     for part in (
-        "Rank 7777 of 16384 (local rank 1 of 8 on host 972), FullyShard: 2 steps, with nobody else there",
+        "Rank 7777 of 16384 (local rank 1 of 8 on host 972), FullyShard: 2 steps, simulated alone",
         "dp_shard          12 of 64      ranks 7681, 7689, 7697, ..., 8185, on 64 hosts",
         "1.6 kB of 529.4 kB",
         "batch 0: 5, 3",

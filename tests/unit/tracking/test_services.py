@@ -204,7 +204,7 @@ class TestMLflow:
         tracker._end_at_exit()  # nothing is left to end
         assert patience == ["5", "0"]
         assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
-        assert caplog.text.count("goes on showing it as running") == 1
+        assert caplog.text.count("still shows it as running") == 1
 
     def test_files_that_are_removed_after_the_call_are_sent_all_the_same(self, mlflow: Any, tmp_path: Path) -> None:
         sent: list[tuple[str, str]] = []

@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
     (tmp_path / "monitor").write_text("a file")
     loop = Loop(monkeypatch, tmp_path)
     loop.ledger._write()
-    assert not loop.ledger.is_alive and "the run goes on" in capsys.readouterr().err
+    assert not loop.ledger.is_alive and "training continues" in capsys.readouterr().err
     loop.ledger.saved(1.0)
 
 
@@ -258,7 +258,7 @@ def test_the_report_is_a_table_of_hours(tmp_path: Path, capsys: pytest.CaptureFi
     write(tmp_path, 7200, line(10, 1795, first_update=1795, loads=1), line(3610, 5395, first_update=1795, loads=1))
     assert report.main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("5,395 updates, 2 starts, 3:00:10 from the first start to the last sign\n")
+    assert shown.startswith("5,395 updates, 2 starts, 3:00:10 wall-clock time\n")
     rows = {text[:22].strip(): text[22:].split() for text in shown.splitlines()[3:-2]}
     assert rows["until the next start"] == ["1.000", "1:00:00", "33.3%"]
     assert rows["steps done again"] == ["0.499", "29:55", "16.6%", "1,795", "updates"]

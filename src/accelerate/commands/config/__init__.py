@@ -58,9 +58,9 @@ _SUBCOMMANDS: Final[dict[str, Callable[[], argparse.ArgumentParser]]] = {
 }
 _EPILOG: Final = """\
 subcommands:
-  default   write a configuration from what this machine has, without questions
+  default   write a configuration for this machine, without questions
   update    rewrite a configuration in today's spelling
-  show      print a configuration and what a launch makes of it
+  show      print a configuration, and the launch's values from it
 """
 
 

@@ -407,8 +407,8 @@ class _UpdateCheck:
 
 
 _ADVICE: Final = (
-    "Take that machine out, and go on from a checkpoint that is older than the last check. (A program that changes "
-    "parameters through `.data`, or a model that keeps state where Python can't follow it, looks the same.)"
+    "Take that machine out, and resume from a checkpoint older than the last check. (A program that changes "
+    "parameters through `.data`, or a model with state outside of Python, looks the same.)"
 )
 
 

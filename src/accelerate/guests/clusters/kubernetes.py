@@ -139,8 +139,8 @@ def _refuse_saves_without_restarts(settings: Settings) -> None:
     if settings.preemption.save_on_signal and not settings.launch.max_restarts:
         raise SettingError(
             f"{settings.quote('preemption.save_on_signal')} and {settings.quote('launch.max_restarts')}: pods that "
-            f"saved end with exit code {PREEMPTED_EXIT_CODE}, with which the job fails where it may not start them "
-            "again. Say by --max_restarts how often it may."
+            f"saved end with exit code {PREEMPTED_EXIT_CODE}, and the job fails if it may not restart them. "
+            "Set --max_restarts to the number of restarts."
         )
 
 

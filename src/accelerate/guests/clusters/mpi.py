@@ -53,8 +53,8 @@ def flavor_of(version: str) -> str:
         if sign in text:
             return flavor
     raise SettingError(
-        f"`mpirun --version` says {version.strip()[:80]!r}, which is no MPI that is known here. "
-        "Name the one whose command line it understands: --mpi_flavor openmpi, mpich, intel or mvapich."
+        f"`mpirun --version` says {version.strip()[:80]!r}, which is an unknown MPI. "
+        "Name the one with the same command line: --mpi_flavor openmpi, mpich, intel or mvapich."
     )
 
 

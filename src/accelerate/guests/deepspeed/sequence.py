@@ -75,8 +75,8 @@ def _architecture(model: torch.nn.Module) -> Architecture:
     if getattr(described, "num_key_value_heads", None) is None:
         raise PreparationError(
             f"{type(model).__name__}: DeepSpeed's sequence parallelism exchanges the attention of models from "
-            "transformers, and this one has no config of theirs. Set sp_backend='torch', which takes any model that "
-            "calls torch's scaled_dot_product_attention."
+            "transformers, and this one has no config of theirs. Set sp_backend='torch', which needs only torch's "
+            "scaled_dot_product_attention in the model."
         )
     return described
 

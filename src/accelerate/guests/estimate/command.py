@@ -32,7 +32,7 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
     parser.add_argument(
         *spellings("--library_name"),
         choices=("timm", "transformers"),
-        help="The library that builds the model, where its configuration doesn't tell.",
+        help="The library of the model, if its configuration doesn't name it.",
     )
     parser.add_argument(
         "--dtypes",

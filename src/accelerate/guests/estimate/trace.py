@@ -76,7 +76,7 @@ class TrainingTrace:
     num_trainable: int
     """Parameters (not bytes) that get gradients."""
     autocast_bytes: int | None
-    """Of one number in the precision that the forward pass computes in; None where it is that of the weights."""
+    """Of one number in the precision of the forward pass; None if the weights have it."""
     largest_block: int
     """Weights of the largest of the repeated blocks."""
     outside_blocks: int
@@ -90,8 +90,8 @@ class TrainingTrace:
     step_temporaries: int
     """What the optimizer's step needs beside its state."""
     narrow: TrainingTrace | None = None
-    """The same step with weights stored in the precision of computation, where that is another one: there is no
-    autocast copy of them then. So it is where whole weights are put together from shards."""
+    """The same step with weights stored in the precision of computation, if theirs is another one: without autocast
+    copies, as when whole weights are gathered from shards."""
 
     @property
     def activations(self) -> int:

@@ -48,7 +48,7 @@ class FaultTolerantProcesses(LaunchEngine):
         launch = settings.launch
         if not launch.keep_replicas:
             raise SettingError(
-                f"{settings.quote('launch.min_replicas')} is for ranks that go on when others are lost. Give "
+                f"{settings.quote('launch.min_replicas')} is for ranks that continue when others are lost. Give "
                 "--keep_replicas N as well, or leave it out."
             )
         named = settings.cluster.launcher
@@ -70,7 +70,7 @@ class FaultTolerantProcesses(LaunchEngine):
             )
         return replace(
             plan,
-            engine=f"{self.name}: {plan.num_processes} processes on this host, which go on when one is lost",
+            engine=f"{self.name}: {plan.num_processes} processes on this host, which continue when one is lost",
             engine_options={
                 _NUM_REPLACEMENTS: launch.keep_replicas,
                 _MINIMUM: launch.min_replicas,
@@ -105,7 +105,7 @@ class FaultTolerantProcesses(LaunchEngine):
                 return code
             number += 1
             text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number} of "
-            write_all(2, f"{text}{num_restarts}), and goes on where it calls `accelerator.resume()`.\n".encode())
+            write_all(2, f"{text}{num_restarts}), and resumes where it calls `accelerator.resume()`.\n".encode())
 
 
 @final
@@ -139,9 +139,9 @@ class _Losses(LossPolicy):
         if members.ending:
             outlook = f"{members.ending}: the run saves and ends."
         elif left:
-            outlook = f"the run goes on with {living}. A new process takes its place ({left - 1} more may)."
+            outlook = f"the run continues with {living}. A new process takes its place ({left - 1} more may)."
         else:
-            outlook = f"the run goes on with {living}. No more processes may take its place."
+            outlook = f"the run continues with {living}. No more processes may take its place."
         joins = self.environment(plan) | {REPLICA_JOINS_VARIABLE: "1"} if members.replace() else None
         return Loss(True, outlook, joins, given_up)
 

@@ -171,9 +171,8 @@ class Membership(Members):
         """
         if self.is_joining or (self.is_entering and operation == "update"):
             raise CollectiveError(
-                f"`{operation}` in a process that takes the place of lost rank {self.rank} and hasn't joined the "
-                "others, who are elsewhere in the script: it joins where the loop over a prepared loader begins. Call "
-                "it inside of that loop."
+                f"`{operation}` in a process that replaces lost rank {self.rank} and hasn't joined the others yet. "
+                "It joins them at the start of the loop over a prepared loader: make this call inside that loop."
             )
         if self.is_entering:
             return Answer({self.rank: value}, self.members, self.joining, self.ending)
@@ -304,6 +303,6 @@ def _load(path: str) -> Any:
 
 _ROOM: Final = "Give /dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."
 _LAUNCHER_ENDED: Final = (
-    "The launcher, which keeps the members of this run, has ended: no rank can go on. Start the run again with "
+    "The launcher, which keeps the members of this run, has ended: no rank can continue. Start the run again with "
     "`accelerate launch --keep_replicas N`."
 )

@@ -1,4 +1,4 @@
-"""An epoch whose samples are assigned anew at each step, so that living ranks read a lost rank's samples."""
+"""An epoch with samples assigned anew at each step: the living ranks read those of a lost rank."""
 
 from __future__ import annotations
 
@@ -230,8 +230,8 @@ class SharedLoader(PreparedLoader):
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         if type(self.batch_sampler) is not BatchSampler:
             raise PreparationError(
-                "skip_first_batches() under `accelerate launch --keep_replicas`: the living ranks share what is left "
-                "of an epoch, so no count of batches says where a rank is. Leave it out, or --keep_replicas."
+                "skip_first_batches() under `accelerate launch --keep_replicas`: the living ranks share the rest "
+                "of an epoch, so a rank's position isn't a number of batches. Leave it out, or --keep_replicas."
             )
         if not self.membership.members:  # no model was prepared yet; that makes ranks known to each other
             self.membership.exchange("members")
@@ -323,9 +323,9 @@ def shared_loader(
         asked.append("persistent_workers=True")
     if asked:
         raise PreparationError(
-            f"{', '.join(asked)} under `accelerate launch --keep_replicas`: the samples of an epoch are divided anew "
-            "when a rank is lost, which is built for datasets that are read by index in batches of one size. Leave "
-            "that out, or --keep_replicas."
+            f"{', '.join(asked)} under `accelerate launch --keep_replicas`: when a rank is lost, the rest of an "
+            "epoch is shared anew, which needs datasets read by index in batches of one size. Leave that out, or "
+            "--keep_replicas."
         )
     sampling = {"batch_sampler": dataloader.batch_sampler}
     prepared = SharedLoader(dataloader.dataset, membership, data_seed, **sampling, **arguments)

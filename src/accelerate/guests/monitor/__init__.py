@@ -63,7 +63,7 @@ GUEST: Final = Guest(
             "monitor",
             f"{__name__}.command",
             "monitor_command_parser",
-            "Show a run while it goes on: a live page, or the terminal.",
+            "Show a run while it trains: a live page, or the terminal.",
         ),
         Command(
             "report",

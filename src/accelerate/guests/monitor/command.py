@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .runs import Runs
 
 _DESCRIPTION: Final = (
-    "Show a run while it goes on, or the runs of a folder beside each other: a page on this machine (the default), or "
+    "Show a run while it trains, or the runs of a folder beside each other: a page on this machine (the default), or "
     "the terminal. A run reports if it is started with `accelerate launch --monitor`, or its script calls "
     "`run = accelerator.watch_run()` and `run.step(loss)`."
 )
@@ -101,8 +101,8 @@ def _serve(runs: Runs, args: argparse.Namespace) -> int:
         if args.port is not None:
             raise
         server = Server(runs, args.host, 0)
-    waits = "" if runs.folder.exists() else f"  {args.run} isn't there yet: the page waits for its run."
-    print(f"{runs.folder.name} is shown at {server.url}  (Ctrl-C ends){waits}", flush=True)
+    waits = "" if runs.folder.exists() else f"  {args.run} doesn't exist yet; waiting for a run to start."
+    print(f"Showing {runs.folder.name} at {server.url}  (Ctrl-C ends){waits}", flush=True)
     if args.open:
         import webbrowser
 

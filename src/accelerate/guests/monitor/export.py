@@ -39,9 +39,7 @@ def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
     """
     kind = target.suffix.lower()
     if kind not in (".html", ".png", ".json", ".csv"):
-        raise SettingError(
-            f"--export {target}: the name ends with .html, .png, .json or .csv, which says what is written."
-        )
+        raise SettingError(f"--export {target}: give a name that ends with .html, .png, .json or .csv, for the format.")
     target.parent.mkdir(parents=True, exist_ok=True)
     if kind == ".csv":
         target.write_text(csv_text(run), encoding="utf-8")

@@ -83,7 +83,7 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         name = os.path.relpath(folder)
-        print(f"accelerate launch: the run is shown at {server.url}, and later by `accelerate monitor {name}`",
+        print(f"accelerate launch: showing the run at {server.url} (later: `accelerate monitor {name}`)",
               file=sys.stderr, flush=True)  # fmt: skip
         _open(server.url)
         try:

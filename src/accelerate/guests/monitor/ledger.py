@@ -205,7 +205,7 @@ class Ledger:
             except OSError as error:
                 self._left.set()
                 self._thread = None
-                print(f"accelerate: {self._path} can't be written ({error}); the run goes on.", file=sys.stderr)
+                print(f"accelerate: {self._path} can't be written ({error}); training continues.", file=sys.stderr)
             if stays:
                 self._offset, self._turn = self._offset + (self._turn + 1) * _LINE_BYTES, 0
             else:

@@ -138,7 +138,7 @@ class RankRecord:
                     if self._lines.empty():
                         file.flush()
         except OSError as error:
-            print(f"accelerate: {self.path} can't be written ({error}); the run goes on.", file=sys.stderr)
+            print(f"accelerate: {self.path} can't be written ({error}); training continues.", file=sys.stderr)
 
 
 def shown_command(argv: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .document import Hours
 
 _DESCRIPTION = (
-    "Say where the hours of a run went: steps, waiting for data, saving, starting, steps that were done again after a "
+    "Say where the hours of a run went: steps, waiting for data, saving, starting, repeated steps after a "
     "restart, and the time until it. A run keeps a ledger if it is started with `accelerate launch --monitor`, or its "
     "script calls `run = accelerator.watch_run()` and `run.step(loss)`."
 )
@@ -61,7 +61,7 @@ def table(found: Hours) -> str:
 
     wall = found["wall_seconds"]
     starts = f"{found['starts']} start{'s' * (found['starts'] != 1)}"
-    lines = [f"{found['updates']:,} updates, {starts}, {format_duration(wall)} from the first start to the last sign"]
+    lines = [f"{found['updates']:,} updates, {starts}, {format_duration(wall)} wall-clock time"]
     lines += ["", f"{'':<22}{'hours':>10}{'time':>12}{'%':>8}"]
     for kind, words in KINDS.items():
         spent = found["seconds"].get(kind, 0.0)

@@ -265,7 +265,7 @@ class StopAgreement:
             _log.warning("Preemption (%s): %s. All ranks are asked again for %.0f s.", notice, reason, left)
             self._tell_all(replace(notice, seconds=left))
         else:
-            _log.error("Preemption (%s): nothing is saved, because %s. The run goes on.", notice, reason)
+            _log.error("Preemption (%s): nothing is saved, because %s. The run continues.", notice, reason)
             self._notices.settle()
         self.is_asked = self._is_there = self._is_late = False
 

@@ -131,7 +131,7 @@ def _heading(report: Report) -> str:
     host = f"local rank {world.local_rank} of {world.local_size} on host {world.rank // max(world.local_size, 1)}"
     done = f"{report.steps} step{'' if report.steps == 1 else 's'}"
     strategy = f", {report.strategy}" if report.strategy else ""
-    return f"Rank {world.rank} of {world.size} ({host}){strategy}: {done}, with nobody else there"
+    return f"Rank {world.rank} of {world.size} ({host}){strategy}: {done}, simulated alone"
 
 
 def _coordinates(mesh: Mesh | None) -> list[str]:

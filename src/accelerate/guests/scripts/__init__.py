@@ -24,7 +24,7 @@ GUEST: Final = Guest(
             "doctor",
             f"{__name__}.doctor_command",
             "doctor_command_parser",
-            "Say what an accelerated script does otherwise on several processes.",
+            "Report what an accelerated script does differently on several processes.",
         ),
     )
 )

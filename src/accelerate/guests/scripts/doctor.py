@@ -172,9 +172,9 @@ def _unprepared(subject: Subject) -> Iterator[Advice]:
                 continue
             consequence = {
                 MODEL: "its gradients aren't averaged: processes train apart",
-                OPTIMIZER: "it steps in every micro-batch, and checkpoints leave it out",
+                OPTIMIZER: "it advances on every micro-batch, and isn't saved in checkpoints",
                 LOADER: "every process reads all of it",
-                SCHEDULER: "it steps in every micro-batch, and checkpoints leave it out",
+                SCHEDULER: "it advances on every micro-batch, and isn't saved in checkpoints",
             }[role]
             yield Advice(assigned[0][0], f"the {_ROLES[role]} `{symbol.name}` isn't prepared: {consequence}.")
 
@@ -236,8 +236,8 @@ def _writes_of_all(subject: Subject) -> Iterator[Advice]:
         if is_write and not says_who and not subject.is_guarded(call):
             yield Advice(
                 call,
-                f"`{dotted(call.func) or ast.unparse(call.func)}` is called by all processes, which write one file "
-                "at the same time. Put it under `if accelerator.is_main_process:`, or use `accelerator.save`.",
+                f"`{dotted(call.func) or ast.unparse(call.func)}` is called by all processes, which all write the "
+                "same file at once. Put it under `if accelerator.is_main_process:`, or use `accelerator.save`.",
             )
 
 
@@ -251,8 +251,9 @@ def _state_of_the_wrapper(subject: Subject) -> Iterator[Advice]:
         if subject.role(found[1]) == MODEL and subject.roots(found[1]) & subject.prepared:
             yield Advice(
                 call,
-                f"`{dotted(found[1])}` is prepared: its names and part of the weights depend on how it runs. Use "
-                f"`accelerator.get_state_dict({dotted(found[1])})` on all processes, or `accelerator.unwrap_model`.",
+                f"`{dotted(found[1])}` is prepared: its parameter names (and, when sharded, its contents) depend "
+                f"on the strategy. Use `accelerator.get_state_dict({dotted(found[1])})` on all processes, or "
+                "`accelerator.unwrap_model`.",
             )
 
 

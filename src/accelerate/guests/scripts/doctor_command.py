@@ -12,8 +12,8 @@ from ...commands.parser import Subparsers, command_parser, run_with_script_argum
 from .options import add_num_steps, read_script, runs_agree
 
 _DESCRIPTION: Final = (
-    "Read a script that uses the Accelerator and say, line by line, what would hang, train otherwise or be lost on "
-    "several processes. Nothing of it runs, unless --run asks for a comparison of one process with two."
+    "Read a script with an Accelerator, and report each line that would hang, train differently or lose data on "
+    "several processes. The script isn't run, unless --run asks to compare one process with two."
 )
 
 
@@ -45,7 +45,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         print(f"{args.script}:{finding.line}: {finding.severity}: {finding.text}")
     counts = [(each.value, sum(finding.severity == each.value for finding in findings)) for each in Severity]
     summary = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in counts if number)
-    print(f"{args.script}: {summary or 'nothing to say'}.")
+    print(f"{args.script}: {summary or 'no problems found'}.")
     agree = _ranks_agree(args) if args.run else True
     return int(counts[0][1] > 0 or not agree)
 
@@ -57,7 +57,7 @@ def _ranks_agree(args: argparse.Namespace) -> bool:
         "accelerate doctor",
         args,
         lambda: [compare_ranks(args.script, args.script_args, args.num_steps)],
-        "Two processes train as one",
+        "Two processes train identically to one",
     )
 
 

@@ -74,8 +74,8 @@ def _agree(found: Migration, args: argparse.Namespace) -> bool:
         "accelerate migrate",
         args,
         lambda: verify(found, args.script, args.script_args, args.num_steps),
-        "The conversion trains the same",
-        "The conversion doesn't train the same; nothing was written.",
+        "The converted script trains identically",
+        "The converted script doesn't train identically; nothing was written.",
         aside=args.diff,
     )
 
@@ -94,7 +94,7 @@ def shown(found: Migration, *, colored: bool = False) -> str:
     for why, places in reasons.items():
         lines.append(f"  line {', '.join(map(str, dict.fromkeys(places)))}: {why}")
     if found.notes:
-        lines += ["", "Left alone, or to be known:"]
+        lines += ["", "Not changed, please review:"]
         lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.notes]
     return "\n".join(lines)
 

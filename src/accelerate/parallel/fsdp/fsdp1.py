@@ -265,7 +265,7 @@ class _FlatState(ModelState[FlatShard]):
             name = f"{type(model).__name__}.{flattened}".rstrip(".")
             raise PreparationError(
                 f"The parameters of {name} lie in a flat parameter of FSDP 1, and only its unit gathers them. Give the "
-                "model that prepare() returned, and choose the names that you want; or shard with fsdp_version=2."
+                "model from prepare(), and choose names in it; or shard with fsdp_version=2."
             )
 
     @property

@@ -143,8 +143,8 @@ class Pipeline(Strategy):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         if not is_torch_version(">=", OLDEST_TORCH):
             raise MissingDependency(
-                f"Pipeline parallelism (pp_size) needs torch {OLDEST_TORCH} or newer, installed is {torch.__version__}"
-                ", whose schedules lack what it is built on. Install a newer torch, or set pp_size=1 and shard the "
+                f"Pipeline parallelism (pp_size) needs the schedules of torch {OLDEST_TORCH} or newer, installed is "
+                f"{torch.__version__}. Install a newer torch, or set pp_size=1 and shard the "
                 "model with tp_size or FSDP."
             )
         super().__init__(world, options)

@@ -119,7 +119,7 @@ def _add_final_notes(plan: Plan) -> None:
             option = str(call.args[0].value)
             if option.lstrip("-").replace("-", "_") in ("local_rank", "device", "gpu", "gpus", "world_size", "no_cuda"):
                 plan.note(
-                    call, f"the option {option} decides nothing any more; `accelerate launch` has options for that."
+                    call, f"the option {option} no longer has any effect; `accelerate launch` has options for that."
                 )
 
 

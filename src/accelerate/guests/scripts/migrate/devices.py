@@ -12,7 +12,7 @@ from .survey import derived
 
 _DEVICE: Final = re.compile(r"^(cuda|cpu|mps|xpu|npu|gpu)(:\d+)?$")
 _RANK: Final = re.compile(r"(^|_)(rank|gpu|gpu_id|device_id)$", re.IGNORECASE)
-_ASSIGNED = "the Accelerator knows the device of each process"
+_ASSIGNED = "the Accelerator picks each process's device"
 _STRIPPED_BATCH = "a prepared loader gives batches that are on the device already"
 _STRIPPED_MODEL = "prepare() puts the model on the device"
 _MOVED = "the device of this process, whatever it is"
@@ -60,7 +60,7 @@ def change(plan: Plan) -> None:
             ):
                 plan.replace(keyword.value, f"{plan.accelerator}.device", _MOVED)
         if plan.script.path(call.func) == "torch.cuda.set_device":
-            plan.remove(plan.script.statement(call), "the Accelerator has chosen the device of each process")
+            plan.remove(plan.script.statement(call), "the Accelerator has picked each process's device")
 
 
 def assigned(plan: Plan) -> None:
@@ -212,7 +212,7 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
             if dotted(node) == name and isinstance(node.ctx, ast.Load)
         ]
         if uses and all(plan.is_removed(use) for use in uses) and statement.value is value:
-            plan.remove(statement, "nothing asks for the device any more")
+            plan.remove(statement, "`device` is no longer used")
         elif not (isinstance(value, ast.Attribute) and name == dotted(value)):
             is_text = isinstance(statement, ast.AnnAssign) and dotted(statement.annotation) == "str"
             device = f"{plan.accelerator}.device"

@@ -85,7 +85,7 @@ def _check_evaluation(script: Script, survey: Survey) -> None:
     last = survey.loops[-1].node if survey.loops else script.tree
     if not collected(survey):
         raise _refused(script, last, "nothing is trained: there is no `loss.backward()`, and no loop over a loader "
-                       "that appends what it predicts to lists")  # fmt: skip
+                       "appends predictions to lists")  # fmt: skip
     node = adds_up(survey)
     if node is not None:
         raise _refused(script, node, "the loop adds up numbers by itself, which would be those of one process; append "
@@ -149,8 +149,8 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
             and dotted(found[1]) == "self"
             and any(symbol.name == "self" for symbol in plan.names(MODEL))
         ):
-            raise _refused(script, call, "the model trains itself: prepare() returns another object, which the model's "
-                           "own methods wouldn't use. Move the loop out of the class")  # fmt: skip
+            raise _refused(script, call, "the model trains itself: its own methods would bypass the wrapper that "
+                           "prepare() returns. Move the loop out of the class")  # fmt: skip
     for call in script.nodes(ast.Call) if plan.survey.backwards and not plan.names(LOADER) else ():
         if plan.survey.role(call) == LOADER and not plan.is_removed(call):
             raise _refused(script, call, "the loop that calls backward() doesn't visibly go through this loader, so "
@@ -173,8 +173,8 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         if not isinstance(node.ctx, ast.Load) or not dotted(node) or script.path(node).startswith("torch."):
             continue
         if node.attr == "module" and stays(node):
-            raise _refused(script, node, f"`{dotted(node)}` is what DistributedDataParallel keeps the model in, and "
-                           f"it isn't understood which model `{dotted(node.value)}` is")  # fmt: skip
+            raise _refused(script, node, f"`{dotted(node)}` is the model inside DistributedDataParallel, but "
+                           f"`{dotted(node.value)}` isn't a model known here")  # fmt: skip
         if node.attr == "sampler" and stays(node):
             raise _refused(script, node, f"`{dotted(node)}` is the part of one process; the sampler of a prepared "
                            "loader is the whole order. Count with the dataset instead")  # fmt: skip

@@ -260,7 +260,7 @@ def _keep_saves_in(folder: Path) -> None:
 
 @final
 class _OnHost(TorchFunctionMode):
-    """A mode that computes on the CPU, for scripts that name a GPU not present here."""
+    """A mode that computes on the CPU, for scripts with the name of a missing GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
