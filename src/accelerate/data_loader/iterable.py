@@ -212,20 +212,20 @@ def _is_equal(state: object, other: Any) -> bool:
     return bool(state == other)
 
 
-def holds_stream(state: Mapping[str, Any], num_workers: int, began_before: bool) -> bool:
-    """Return whether torchdata's loader can resume from ``state`` with ``num_workers`` without reading data again.
+def holds_stream(state: Mapping[str, Any], loader: PreparedLoader, epoch: int) -> bool:
+    """Return whether torchdata's loader can resume from ``state`` in ``epoch`` without reading data again.
 
     It can if ``state`` has the dataset's state of every worker. Else it would read the data up to the position, and
-    count those batches twice; a worker whose data has ended would start again. If the workers ``began_before`` this
-    epoch, one that hasn't yielded a batch can answer with the end of the epoch before.
+    count those batches twice; a worker whose data has ended would start again. After the first epoch, a persistent
+    worker that hasn't yielded a batch can answer with the end of the epoch before.
     """
-    snapshot = state.get("_snapshot")
+    snapshot, num_workers = state.get("_snapshot"), loader.num_workers
     if (snapshot is not None) != (num_workers > 0):
         return False
     parts = [state] if snapshot is None else list(snapshot["_worker_snapshots"].values())
     fetchers = [part.get("fetcher_state") or {} for part in parts]
     has_ended = any(fetcher.get("fetcher_ended") for fetcher in fetchers)
-    has_unread = bool(began_before and snapshot and snapshot["_snapshot_step"] < num_workers)
+    has_unread = bool(loader.persistent_workers and epoch and snapshot and snapshot["_snapshot_step"] < num_workers)
     return (
         len(parts) == max(num_workers, 1)
         and not (has_ended or has_unread)
@@ -234,6 +234,18 @@ def holds_stream(state: Mapping[str, Any], num_workers: int, began_before: bool)
             for part, fetcher in zip(parts, fetchers, strict=True)
         )
     )
+
+
+def warn_of_new_workers(loader: PreparedLoader, base: object, num_passes: int) -> None:
+    """Warn if a resumed ``loader`` has persistent workers, which can't know how often others had read ``base``."""
+    if num_passes and loader.persistent_workers and getattr(base, "set_epoch", None) is None:
+        warnings.warn(
+            f"This stream's persistent workers had read it {num_passes} time(s) when it was saved. New workers begin "
+            "it anew: if its order changes from epoch to epoch, samples are read twice or not at all. It resumes "
+            "exactly with persistent_workers=False, or with a set_epoch(epoch) of the dataset.",
+            ResumeWarning,
+            stacklevel=3,
+        )
 
 
 @final
@@ -306,16 +318,8 @@ class StreamReader:
             self._num_discarded = skip_batches
         elif saved is not None:
             self._continue(saved)
-            num_passes = saved.epoch + saved.is_finished
-            is_anew = loader.persistent_workers and (self._loader_state is None or saved.is_finished)
-            if num_passes and is_anew and getattr(source.base, "set_epoch", None) is None:
-                warnings.warn(
-                    f"This stream's persistent workers had read it {num_passes} time(s) when it was saved. New "
-                    "workers begin it anew: if its order changes from epoch to epoch, samples are read twice or not at "
-                    "all. It resumes exactly with persistent_workers=False, or with a set_epoch(epoch) of the dataset.",
-                    ResumeWarning,
-                    stacklevel=2,
-                )
+            if self._loader_state is None or saved.is_finished:
+                warn_of_new_workers(loader, source.base, saved.epoch + saved.is_finished)
 
     def _continue(self, saved: SavedPosition) -> None:
         source, own = self.source, self._own_part(saved)
@@ -325,9 +329,7 @@ class StreamReader:
         if self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
             self._is_over = saved.is_finished
-        elif self.loader.use_stateful_dataloader and holds_stream(
-            own.get("loader") or {}, self.loader.num_workers, self.loader.persistent_workers and saved.epoch > 0
-        ):
+        elif self.loader.use_stateful_dataloader and holds_stream(own.get("loader") or {}, self.loader, saved.epoch):
             self._loader_state = own["loader"]
             self._is_over = saved.is_finished
         elif saved.dp_size == source.dp_size:

@@ -33,7 +33,7 @@ from .adapter import (
 )
 from .epochs import epoch_listeners, epoch_of_script, note_epochs
 from .indexed import IndexReader, RecordingSampler, is_on_host
-from .iterable import StreamEnd, StreamReader, StreamSource
+from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
 from .random_streams import SampleSeed
 from .resume import PositionState, Progress, SavedPosition
 from .sampling import (
@@ -544,6 +544,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             self.order().adopt(ready)
             return
         source, generator, rank = self._stream_source(), ready.get("generator"), ready.get("rank")
+        warn_of_new_workers(self, source.base, self.progress.epoch)
         if source.generator is not None and generator is not None:
             source.generator.set_state(generator)
         is_mine = rank is None or tuple(rank) == self.rank_and_size()
