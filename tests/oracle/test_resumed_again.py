@@ -333,9 +333,16 @@ if not IS_SLOW:
 
 GROUPS["in persistent workers"] = [("stateful stream", "stateful, persistent", 2)]
 if IS_SLOW:
-    for reader in ("persistent", "stateful, persistent", "dispatched, persistent", "dispatched stateful, persistent"):
-        for kinds in (MAPS, STREAMS):
-            GROUPS["in persistent workers"] += [(kind, reader, 2) for kind in kinds if is_possible(kind, reader)]
+    GROUPS |= {
+        f"{reader}, {of}": [(kind, reader, 2) for kind in kinds if is_possible(kind, reader)]
+        for reader in (
+            "persistent",
+            "stateful, persistent",
+            "dispatched, persistent",
+            "dispatched stateful, persistent",
+        )
+        for of, kinds in (("by index", MAPS), ("streams", STREAMS))
+    }
 
 
 @pytest.mark.timeout(900)
