@@ -170,7 +170,7 @@ def backward(accelerator: Accelerator, model: nn.Module, named: tuple[Any, ...])
 def test_windows_that_cannot_be_told_apart_are_refused() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     one, two = accelerator.prepare(make(0), make(1))
-    with pytest.raises(PreparationError, match=re.escape("inside accumulate(Model): not all of them are")):
+    with pytest.raises(PreparationError, match=re.escape("inside accumulate(Model): not all of them contain")):
         backward(accelerator, one, (make(2),))
     with pytest.raises(PreparationError, match=re.escape("inside accumulate(Model, list)")):
         backward(accelerator, one, (one, [one]))

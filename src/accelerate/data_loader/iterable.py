@@ -217,18 +217,19 @@ def holds_stream(state: Mapping[str, Any], loader: PreparedLoader, epoch: int) -
 
     It can if ``state`` has the dataset's state of every worker. Else it would read the data up to the position, and
     count those batches twice; a worker whose data has ended would start again. After the first epoch, a persistent
-    worker that hasn't yielded a batch can answer with the end of the epoch before.
+    worker that hasn't yielded a batch can answer with the end of the epoch before, and new workers can't
+    read the first batches of the epoch again, which pad its last one.
     """
     snapshot, num_workers = state.get("_snapshot"), loader.num_workers
     if (snapshot is not None) != (num_workers > 0):
         return False
     parts = [state] if snapshot is None else list(snapshot["_worker_snapshots"].values())
     fetchers = [part.get("fetcher_state") or {} for part in parts]
-    has_ended = any(fetcher.get("fetcher_ended") for fetcher in fetchers)
-    has_unread = bool(loader.persistent_workers and epoch and snapshot and snapshot["_snapshot_step"] < num_workers)
+    is_later = loader.persistent_workers and epoch > 0
+    has_unread = is_later and (loader._num_first_batches > 0 or (snapshot or state)["_snapshot_step"] < num_workers)
     return (
         len(parts) == max(num_workers, 1)
-        and not (has_ended or has_unread)
+        and not (has_unread or any(fetcher.get("fetcher_ended") for fetcher in fetchers))
         and all(
             part.get("dataset_state") is not None or fetcher.get("dataset_iter_state") is not None
             for part, fetcher in zip(parts, fetchers, strict=True)

@@ -39,7 +39,9 @@ def test_a_torch_whose_schedules_lack_what_is_needed_is_refused(monkeypatch: pyt
     """By name, and not by a TypeError of torch's in the first step."""
     monkeypatch.setattr(strategy, "OLDEST_TORCH", "99.0")
     options: Any = None
-    with pytest.raises(MissingDependency, match=r"\(pp_size\) needs torch 99\.0 or newer.*set pp_size=1"):
+    with pytest.raises(
+        MissingDependency, match=r"\(pp_size\) needs the schedules of torch 99\.0 or newer.*set pp_size=1"
+    ):
         Pipeline(World(), options)
 
 
