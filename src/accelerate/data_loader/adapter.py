@@ -18,7 +18,7 @@ from ..nested import send_to_device
 from ..optional import require
 from ..torch_private.modules import has_running_iterator
 from ..training.accumulation import GradientState
-from .iterable import reader_like
+from .iterable import loader_like
 from .sampling import BatchCoverage, BatchInfo, OrderState, ResumePosition
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _silent(kind: type[DataLoader[object]]) -> type[DataLoader[object]]:
     return cast("type[DataLoader[object]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": no_check}))
 
 
-_Reader: type[DataLoader[object]] = _silent(DataLoader)
+_TorchLoader: type[DataLoader[object]] = _silent(DataLoader)
 
 
 class DataLoaderAdapter(DataLoader[Any], ABC):
@@ -161,12 +161,12 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Set public attributes, also those that torch fixes at construction."""
         vars(self).update(attributes)
 
-    def reader(
+    def torch_loader(
         self, dataset: Dataset[object], collate: Callable[..., object], **sampling: object
     ) -> DataLoader[object]:
         """Return a torch loader over ``dataset`` with this loader's settings; persistent workers reuse the last one."""
         kept = self._base
-        if kept is not None and self._keeps_reader:
+        if kept is not None and self._keeps_torch_loader:
             for name in _SETTABLE:
                 value = getattr(self, name, None)
                 if getattr(kept, name, None) is not value:
@@ -176,12 +176,12 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         settings = {name: getattr(self, name) for name in _SETTABLE if name in self.__dict__}
         settings.update(multiprocessing_context=self.multiprocessing_context, collate_fn=collate)
         if self.own_loader is not None:
-            self._base = reader_like(self.own_loader, dataset, {**settings, **sampling})
+            self._base = loader_like(self.own_loader, dataset, {**settings, **sampling})
             return self._base
         settings.update(sampling, persistent_workers=self.persistent_workers, **self._stateful_arguments)
         if not settings.get("pin_memory_device"):
             settings.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
-        self._base = self._reader_class()(dataset, **settings)
+        self._base = self._torch_class()(dataset, **settings)
         return self._base
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,12 +199,12 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Do nothing, because the state is already that of the current batch, without batches read ahead."""
 
     @property
-    def _keeps_reader(self) -> bool:
+    def _keeps_torch_loader(self) -> bool:
         return self.persistent_workers or self.use_stateful_dataloader
 
-    def _reader_class(self) -> type[DataLoader[object]]:
+    def _torch_class(self) -> type[DataLoader[object]]:
         if not self.use_stateful_dataloader:
-            return _Reader
+            return _TorchLoader
         return _silent(loader_class())
 
     def __getstate__(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..distributed import collectives
 from ..distributed.mesh import DataParallelRank
-from ..distributed.random import broadcast_value, capture_host_streams, host_streams
+from ..distributed.random import broadcast_value
 from ..distributed.world import World
 from ..errors import PreparationError, WorldError
 from ..nested import (
@@ -25,8 +25,9 @@ from ..nested import (
     recursively_apply,
     send_to_device,
 )
-from .prefetch import Delivery, PreparedLoader
+from .prefetch import PreparedLoader
 from .random_streams import Moves, SharedDraws
+from .reading import Delivery, Reader, ReadPlan
 from .resume import SavedPosition
 from .sampling import BatchCoverage, BatchInfo, ResumePosition, unskipped
 
@@ -120,29 +121,15 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # -- reading on rank 0 -----------------------------------------------------------------------------
 
-    _draws_on_every_rank = False
     _prefetches_batches = False  # the ranks receive batches on the device already
 
-    @property
-    def _num_first_batches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.batches_per_step
-
-    def first_batches(self, num_batches: int, num_rows: int) -> list[object]:
-        """Read the first batches of the epoch again, up to ``num_batches`` batches and ``num_rows`` samples.
-
-        An iterable dataset returns those that it has kept or can repeat, without these limits.
-        """
-        if self._stream is not None:
-            return [self.place_batch(batch) for batch in self._stream.first_batches()]
-        with host_streams(capture_host_streams()):  # reading again doesn't advance the random streams
-            dataset, batches = cast("Any", self.dataset), self._first_batches[:num_batches]
-            if self.batch_sampler is not None:
-                batches = _first_rows(batches, num_rows)
-            if self.sample_seed is not None:
-                batches = self.sample_seed.keyed(batches, self.progress.epoch)
-            if self.batch_sampler is None:
-                return [self.place_batch(self.collate_fn(dataset[index])) for index in batches]
-            return [self.place_batch(self.collate_fn([dataset[index] for index in batch])) for batch in batches]
+    def plan(self, saved: SavedPosition | None) -> ReadPlan:
+        """Return the plan of rank 0's pass; a stream's positions are counted in its own batches."""
+        plan = super().plan(saved)
+        if isinstance(self.dataset, IterableDataset):
+            num_skipped = plan.num_skipped * self.batches_per_step
+            plan = replace(plan, saved=_as_read_by_one(saved), num_skipped=num_skipped)
+        return replace(plan, num_first_batches=self.batches_per_step, is_only_reader=True)
 
     def agreeing_world(self, order: object) -> None:
         """Return None, because only rank 0 draws."""
@@ -154,7 +141,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _position_after(self, num_batches: int) -> ResumePosition:
         return ResumePosition(num_batches // self.batches_per_step, num_batches, num_batches * self.samples_per_batch)
 
-    def _dp_size(self) -> int:
+    def dp_size(self) -> int:
+        """Return the number of data-parallel ranks."""
         return self.dp_rank().count
 
     def _own_index(self) -> int:
@@ -175,15 +163,10 @@ class DataLoaderDispatcher(PreparedLoader):
             self.device: torch.device = world.device
         if world is not None and not world.is_main:
             return self._scatter(world, None)
-        if isinstance(self.dataset, IterableDataset):
-            skipped = self.skip_batches
-            source = self._read_stream(_as_read_by_one(saved), skipped * self.batches_per_step)
-        else:
-            _, skipped = unskipped(self.index_sampler)
-            source = self.read_map(saved)
-        if saved is not None and not skipped:
-            skipped = saved.position_for(self.dp_rank().count, self.total_batch_size).steps
-        return self._scatter(world, GlobalBatches(self, source, skipped))
+        num_steps = super().plan(saved).num_skipped
+        if saved is not None and not num_steps:
+            num_steps = saved.position_for(self.dp_rank().count, self.total_batch_size).steps
+        return self._scatter(world, GlobalBatches(self, self.open_reader(saved), num_steps))
 
     def _scatter(self, world: World | None, global_batches: GlobalBatches | None) -> Generator[Delivery, None, None]:
         dp_rank = self.dp_rank()
@@ -253,17 +236,6 @@ def _broadcast(batches: list[object], structures: list[object], device: torch.de
 
 
 # -- concatenating, padding and splitting batches ----------------------------------------------------------
-
-
-def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
-    """Return the first ``num_rows`` indices of the batches, still in batches."""
-    found: list[Any] = []
-    for batch in batches:
-        found.append(list(batch)[:num_rows])
-        num_rows -= len(found[-1])
-        if num_rows <= 0:
-            break
-    return found
 
 
 def _form(batch: object) -> tuple[str, list[object]] | None:
@@ -344,9 +316,10 @@ def _joined(pieces: list[Any]) -> object:
 class GlobalBatches:
     """Rank 0's global batches with their batch info, made of the batches that it reads."""
 
-    def __init__(self, loader: DataLoaderDispatcher, source: Generator[Delivery, None, None], num_steps: int) -> None:
+    def __init__(self, loader: DataLoaderDispatcher, reader: Reader, num_steps: int) -> None:
         self.loader = loader
-        self.source = source
+        self.reader = reader
+        self.source: Generator[Delivery, None, None] = reader.read()
         self.count: int = loader.dp_rank().count
         self.num_steps: int = num_steps
         self.failure: BaseException | None = None
@@ -372,7 +345,7 @@ class GlobalBatches:
     def _read_next(self) -> list[Delivery]:
         """Read the batches of the next global batch; with ``drop_last``, read one more ahead to detect the last."""
         size = self.loader.batches_per_step
-        if not self.loader._drop_last or size == 1:
+        if not self.loader.drops_last or size == 1:
             return list(islice(self.source, size))
         read = list(islice(self.source, size)) if self._held is None else self._held
         if len(read) < size:
@@ -386,8 +359,6 @@ class GlobalBatches:
 
     def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[object]]:
         batches, batch_info = [batch for batch, _ in read], read[-1][1]
-        if not self._began_later and not self.loader._first_batches:
-            self.loader._first_batches = [info.indices for _, info in read]
         self.last_batch, self.own = batch_info.last_batch, batch_info.own
         self.num_steps += 1
         whole = self._whole(batches)
@@ -398,7 +369,7 @@ class GlobalBatches:
                 return self._announce([whole], True, batch_info, coverage)
             return self._announce([whole], True, batch_info, None)
         if len(batches) < self.count and self._reads_again:
-            self._first = self.loader.first_batches(self.count - len(batches), sys.maxsize)
+            self._first = self.reader.first_batches(self.count - len(batches), sys.maxsize)
         self._first = self._first or batches
         sizes = [_num_rows(batch) or 1 for batch in batches]
         added = [self._first[number % len(self._first)] for number in range(self.count - len(batches))]
@@ -436,7 +407,7 @@ class GlobalBatches:
         if not self._first and (missing or not self._reads_again):
             self._first = [_cut(whole, slice(0, count), num_rows)]
         if missing:
-            if self._reads_again and (first_batches := self.loader.first_batches(sys.maxsize, count)):
+            if self._reads_again and (first_batches := self.reader.first_batches(sys.maxsize, count)):
                 self._first = [_cut_joined(first_batches, count)]
             first = self._first[0]
             if _inner_shapes(first) != _inner_shapes(whole):  # inner shapes differ: only its own rows fit

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast, final
 
-import torch
 from torch.utils.data import DataLoader
 
-from ..distributed.random import broadcast_value, host_stream, host_streams
+from ..distributed.random import broadcast_value, capture_host_streams, host_stream, host_streams
 from ..errors import ResumeWarning
 from ..nested import send_to_device
 from ..torch_private.modules import has_running_iterator
 from .iterable import wrong_batches_error
 from .random_streams import KeyedIndices, OneByOne, SampleKeys
-from .resume import SavedPosition
+from .reading import Delivery, ReadPlan, is_on_host
 from .sampling import BEGINNING, BatchInfo, ResumePosition, batches_from, same_order, unskipped
 from .sharding import BatchSamplerShard, draw_unsharded
 
@@ -59,38 +59,22 @@ def _nothing() -> Iterator[BatchInfo]:
     return iter(())
 
 
-def is_on_host(batch: Any) -> bool:
-    """Return whether ``batch`` is a CPU tensor or a plain container of them, which needs no recursive move."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return batch.is_cpu
-    if kind is dict:
-        batch = batch.values()
-    elif kind is not list and kind is not tuple:
-        return False
-    for item in batch:  # noqa: SIM110  (a generator would cost a call per item, in every step)
-        if type(item) is not torch.Tensor or not item.is_cpu:
-            return False
-    return True
-
-
 @final
 class IndexReader:
     """One pass over a map-style dataset."""
 
-    def __init__(self, loader: PreparedLoader, saved: SavedPosition | None) -> None:
+    def __init__(self, loader: PreparedLoader, plan: ReadPlan) -> None:
         self.loader: PreparedLoader = loader
-        self.saved = saved
-        self.root: Any
-        self.num_skipped: int
-        self.root, self.num_skipped = unskipped(loader.index_sampler)
+        self.plan = plan
+        self.root: Any = unskipped(loader.index_sampler)[0]
+        self._first: Sequence[Any] = []  # the indices of the epoch's first batches
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, device: torch.device | None) -> Generator[tuple[object, BatchInfo], None, None]:
-        """Yield every batch, on ``device`` if given, with its batch info."""
-        loader = self.loader
-        non_blocking, on_host, own = loader._non_blocking, loader._stays_on_host, loader.own_loader
+    def read(self) -> Generator[Delivery, None, None]:
+        """Yield every batch, on the plan's device, with its batch info."""
+        plan, own = self.plan, self.loader.own_loader
+        device, non_blocking, on_host = plan.device, plan.non_blocking, plan.stays_on_host
         batches, recorder = self._open()
         try:
             for batch in batches:
@@ -104,17 +88,28 @@ class IndexReader:
         finally:
             recorder.leave(self.draw)
 
+    def first_batches(self, num_batches: int, num_rows: int) -> list[object]:
+        """Read the first batches of the epoch again; this doesn't advance the random streams."""
+        loader, is_batched = self.loader, self.loader.batch_sampler is not None
+        with host_streams(capture_host_streams()):
+            dataset, batches = cast("Any", loader.dataset), list(self._first[:num_batches])
+            if is_batched:
+                batches = _first_rows(batches, num_rows)
+            if loader.sample_seed is not None:
+                batches = loader.sample_seed.keyed(batches, loader.progress.epoch)
+            samples = [[dataset[index] for index in batch] if is_batched else dataset[batch] for batch in batches]
+            return [self.plan.place(loader.collate_fn(one)) for one in samples]
+
     def _open(self) -> tuple[Iterator[object], RecordingSampler]:
         loader, dataset = self.loader, self.loader.dataset
-        # Loops over one loader may be nested, so each has its own recorder; a reader that is kept keeps its recorder.
-        recorder = loader._recorder if loader._keeps_reader else RecordingSampler()
+        recorder = loader.recorder()
         recorder.draw = self.draw
         is_batched = loader.batch_sampler is not None
         keys = self._sample_keys()
         if keys is not None and is_batched and getattr(dataset, "__getitems__", None) is not None:
             dataset = OneByOne(dataset)
         sampling = {"batch_sampler": recorder} if is_batched else {"sampler": recorder, "batch_size": None}
-        reader = loader.reader(dataset, loader.collate_fn, **sampling)
+        reader = loader.torch_loader(dataset, loader.collate_fn, **sampling)
         recorder.key = keys or (self._batch_keys() if loader.num_workers and loader.reseed_workers else None)
         with self._beginning(reader):
             batches = iter(reader)
@@ -123,7 +118,7 @@ class IndexReader:
     @contextmanager
     def _beginning(self, reader: DataLoader[object]) -> Iterator[None]:
         """Enter a context for the start of torch's loader, which draws its workers' seed."""
-        loader, saved = self.loader, self.saved
+        loader, saved = self.loader, self.plan.saved
         progress, generator, rank = loader.progress, loader.generator, list(loader.rank_and_size())
         starts_workers = loader.num_workers > 0 and not has_running_iterator(reader)
         loaded = progress.loaded_own
@@ -188,7 +183,7 @@ class IndexReader:
 
     def draw(self) -> Iterator[BatchInfo]:
         """Yield the batch info of every batch; a resumed pass has the order of the saved pass."""
-        loader, saved, progress = self.loader, self.saved, self.loader.progress
+        loader, saved, progress = self.loader, self.plan.saved, self.loader.progress
         order = loader.order()
         world = loader.agreeing_world(order)
         begins: AbstractContextManager[None] = nullcontext()
@@ -202,7 +197,7 @@ class IndexReader:
                 order.note_agreement()
                 if not world.is_main:
                     begins = order.starting_as_on_main(order_state, mine)
-        position = loader.start_position(self.root, self.num_skipped, saved)
+        position = loader.start_position(self.root, self.plan.num_skipped, saved)
         progress.order_state, progress.position = order_state, position
         with begins:
             draws = self._assign(position)
@@ -213,7 +208,7 @@ class IndexReader:
 
     def _assign(self, position: ResumePosition) -> Iterator[BatchInfo]:
         loader, root = self.loader, self.root
-        saved = None if self.num_skipped else self.saved
+        saved = None if self.plan.num_skipped else self.plan.saved
         if isinstance(root, BatchSamplerShard):
             remaining = batches_from(root.batch_sampler, position, root.batches_per_step)
             loader.progress.position = remaining.position
@@ -221,8 +216,8 @@ class IndexReader:
         else:
             dp_size = loader.presharded_size  # a rank-aware sampler counts only its own rank's samples
             own = ResumePosition(position.steps, position.batches, position.samples // dp_size)
-            remaining = batches_from(root, own, 0 if position == BEGINNING else loader._num_first_batches)
-            remaining.position, loader._first_batches = position, remaining.first_batches
+            remaining = batches_from(root, own, 0 if position == BEGINNING else self.plan.num_first_batches)
+            remaining.position, self._first = position, remaining.first_batches
             draws = draw_unsharded(remaining, dp_size, loader.coverage_of)
         if saved is not None and not same_order(saved.fingerprint, remaining.fingerprint):
             warnings.warn(
@@ -232,7 +227,26 @@ class IndexReader:
                 ResumeWarning,
                 stacklevel=2,
             )
-        return draws
+        return self._keep_first(draws) if position == BEGINNING and self.plan.num_first_batches else draws
+
+    def _keep_first(self, draws: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
+        first: list[Any] = []
+        self._first = first
+        for batch_info in islice(draws, self.plan.num_first_batches):
+            first.append(batch_info.indices)
+            yield batch_info
+        yield from draws
+
+
+def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
+    """Return the first ``num_rows`` indices of the batches, still in batches."""
+    found: list[Any] = []
+    for batch in batches:
+        found.append(list(batch)[:num_rows])
+        num_rows -= len(found[-1])
+        if num_rows <= 0:
+            break
+    return found
 
 
 @contextmanager

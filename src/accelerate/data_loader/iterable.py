@@ -20,6 +20,7 @@ from ..distributed.random import capture_host_streams, host_stream, host_streams
 from ..distributed.world import current_world
 from ..errors import PreparationError, ResumeWarning
 from ..nested import ignorant_find_batch_size
+from .reading import ReadPlan
 from .resume import SavedPosition
 from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, samplers_of
 from .sharding import (
@@ -46,7 +47,7 @@ def reads_by_itself(dataloader: object) -> bool:
     return not any(all(getattr(kind, name, None) is getattr(one, name, None) for name in _METHODS) for one in known)
 
 
-def reader_like(own: DataLoader[object], dataset: object, settings: Mapping[str, object]) -> DataLoader[object]:
+def loader_like(own: DataLoader[object], dataset: object, settings: Mapping[str, object]) -> DataLoader[object]:
     """Copy the user's loader, to read ``dataset`` with the given samplers and settings."""
     reader = copy.copy(own)
     changed = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
@@ -212,7 +213,7 @@ def _is_equal(state: object, other: Any) -> bool:
     return bool(state == other)
 
 
-def holds_stream(state: Mapping[str, Any], loader: PreparedLoader, epoch: int) -> bool:
+def holds_stream(state: Mapping[str, Any], loader: PreparedLoader, epoch: int, *, keeps_first: bool) -> bool:
     """Return whether torchdata's loader can resume from ``state`` in ``epoch`` without reading data again.
 
     It can if ``state`` has the dataset's state of every worker. Else it would read the data up to the position, and
@@ -226,7 +227,7 @@ def holds_stream(state: Mapping[str, Any], loader: PreparedLoader, epoch: int) -
     parts = [state] if snapshot is None else list(snapshot["_worker_snapshots"].values())
     fetchers = [part.get("fetcher_state") or {} for part in parts]
     is_later = loader.persistent_workers and epoch > 0
-    has_unread = is_later and (loader._num_first_batches > 0 or (snapshot or state)["_snapshot_step"] < num_workers)
+    has_unread = is_later and (keeps_first or (snapshot or state)["_snapshot_step"] < num_workers)
     return (
         len(parts) == max(num_workers, 1)
         and not (has_unread or any(fetcher.get("fetcher_ended") for fetcher in fetchers))
@@ -285,22 +286,20 @@ class StreamReader:
         self,
         loader: PreparedLoader,
         source: StreamSource,
-        saved: SavedPosition | None,
-        skip_batches: int,
-        num_first: int,
+        plan: ReadPlan,
     ) -> None:
+        saved = plan.saved
         self.loader: PreparedLoader = loader
+        self.plan = plan
         self.source = source
         self.position: ResumePosition = BEGINNING
         self._is_resumed = saved is not None
         self._order: Mapping[str, Any] = saved.order if saved is not None else {}
-        self._num_first_batches = num_first  # how many of the skipped batches are kept
-        self._first_batches: list[Any] = []
+        self._first_batches: list[Any] = []  # those of the skipped ones that are kept
         self._first: list[Any] = []  # the first samples of the epoch, for a pass that begins later
         # Whether an incomplete last global batch will be padded from the first one.
-        self._completes = (
-            (source.shard is not None or num_first > 0) and loader._dp_size() > 1 and not loader._drop_last
-        )
+        pads = source.shard is not None or plan.num_first_batches > 0
+        self._completes = pads and plan.dp_size > 1 and not plan.drops_last
         self._state_name = "dataset" if source.num_readers == 1 else "stream"
         self._num_discarded = 0  # batches to read and discard
         self._num_skipped = 0  # samples of the dataset to read and discard
@@ -314,9 +313,9 @@ class StreamReader:
         self._reads_in_order = self._in_process or (loader.num_workers == 1 and not loader.persistent_workers)
         self._is_over = False
         self._keeps_state = source.is_stateful and self._in_process
-        if skip_batches:
-            self.position = ResumePosition(skip_batches, skip_batches, skip_batches * source.global_batch_size)
-            self._num_discarded = skip_batches
+        if plan.num_skipped:
+            num_skipped = self._num_discarded = plan.num_skipped
+            self.position = ResumePosition(num_skipped, num_skipped, num_skipped * source.global_batch_size)
         elif saved is not None:
             self._continue(saved)
             if self._loader_state is None or saved.is_finished:
@@ -330,7 +329,9 @@ class StreamReader:
         if self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
             self._is_over = saved.is_finished
-        elif self.loader.use_stateful_dataloader and holds_stream(own.get("loader") or {}, self.loader, saved.epoch):
+        elif self.loader.use_stateful_dataloader and holds_stream(
+            own.get("loader") or {}, self.loader, saved.epoch, keeps_first=self.plan.num_first_batches > 0
+        ):
             self._loader_state = own["loader"]
             self._is_over = saved.is_finished
         elif saved.dp_size == source.dp_size:
@@ -365,7 +366,7 @@ class StreamReader:
                 discarded = next(batches, _END)
                 if discarded is _END:
                     return
-                if len(self._first_batches) < self._num_first_batches:
+                if len(self._first_batches) < self.plan.num_first_batches:
                     self._first_batches.append(discarded)
         state_before = self.source.base.state_dict() if self._keeps_state else None
         with host_streams(self._ahead) if self._ahead else nullcontext():
@@ -376,7 +377,7 @@ class StreamReader:
             batch, coverage = self._with_coverage(batch)
             num_samples = self.source.global_batch_size if coverage is None else coverage.num_samples
             position = ResumePosition(position.steps + 1, position.batches + 1, position.samples + num_samples)
-            batch = self.loader.place_batch(batch)
+            batch = self.plan.place(batch)
             own, before = self._own(moving, position.steps), own
             following = next(batches, _END)
             is_last = following is _END
@@ -412,12 +413,12 @@ class StreamReader:
             shard.first_global_batch = (lambda: self._first) if self._first else None
             stream = StatefulShardedStream if self.source.is_stateful else ShardedStream
             dataset, collate = stream(shard), CollateWithCoverage(collate)
-        elif self._num_skipped or (isinstance(dataset, IterDataPipe) and not loader._draws_on_every_rank):
+        elif self._num_skipped or (isinstance(dataset, IterDataPipe) and self.plan.is_only_reader):
             # (For a data pipe, torch's loader calls collectives, which only ranks that read one too take part in.)
             dataset = self._later_part = StreamFrom(dataset, self._num_skipped)
         if self._dataset_state is not None:
             self.source.base.load_state_dict(self._dataset_state)
-        reader: Any = loader.reader(dataset, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        reader: Any = loader.torch_loader(dataset, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
         if self._loader_state is not None:
             reader.load_state_dict(self._loader_state)
         batches = iter(reader)
@@ -427,15 +428,18 @@ class StreamReader:
 
     def _first_samples(self) -> list[object]:
         """Read the epoch's first samples again, with the same random streams. This moves the dataset's position."""
-        base, size = self.source.base, self.source.global_batch_size * max(self._num_first_batches, 1)
+        base, size = self.source.base, self.source.global_batch_size * max(self.plan.num_first_batches, 1)
         self.loader.stream_end.restore(base, self._order["dataset"])
         with host_streams(self._order.get("streams") or {}):
             if self.loader.generator is None:
                 torch.empty((), dtype=torch.int64).random_()  # torch's loader first draws its workers' seed
             return list(islice(iter(base), size))
 
-    def first_batches(self) -> list[object]:
-        """Return the first batches of the epoch, for a pass that began later; empty if they can't be read again."""
+    def first_batches(self, num_batches: int, num_rows: int) -> list[object]:
+        """Return the first batches of the epoch, if this pass began later, all that were kept or can be read again."""
+        return [self.plan.place(batch) for batch in self._first_unplaced()]
+
+    def _first_unplaced(self) -> list[object]:
         if self._loader_state is not None and not self._keeps_state and not self._first_batches:
             self._first_batches = self._first_batches_again()
         if self._first_batches or not self._first:
@@ -448,11 +452,11 @@ class StreamReader:
     def _first_batches_again(self) -> list[object]:
         """Read the first batches of the epoch with a separate reader, whose workers read as in the saved pass."""
         loader = self.loader.copy_with()
-        reader = loader.reader(
+        reader = loader.torch_loader(
             self.source.dataset, loader.collate_fn, batch_size=loader.batch_size, drop_last=loader.drop_last
         )
         with host_streams(self._order.get("streams") or {}):
-            return list(islice(iter(reader), self._num_first_batches))
+            return list(islice(iter(reader), self.plan.num_first_batches))
 
     def _first_batch_read(self, batches: Iterator[object]) -> tuple[object, list[str]]:
         """Return the first batch, and the names of this process's random streams that reading draws from."""

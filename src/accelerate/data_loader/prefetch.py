@@ -7,7 +7,7 @@ from abc import ABC
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -32,9 +32,10 @@ from .adapter import (
     with_position,
 )
 from .epochs import epoch_listeners, epoch_of_script, note_epochs
-from .indexed import IndexReader, RecordingSampler, is_on_host
+from .indexed import IndexReader, RecordingSampler
 from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
 from .random_streams import SampleSeed
+from .reading import Delivery, Reader, ReadPlan
 from .resume import PositionState, Progress, SavedPosition
 from .sampling import (
     BEGINNING,
@@ -53,7 +54,6 @@ from .sharding import BatchSamplerShard, CoverageFunction, IterableDatasetShard,
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
 Value = TypeVar("Value")
 
 
@@ -129,8 +129,6 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------
 # Prepared loaders
 
-Delivery = tuple[object, BatchInfo]
-_HOST: Final = torch.device("cpu")
 _OURS = (BatchSamplerShard, SkipBatchSampler)
 
 
@@ -181,8 +179,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._loaded_state: dict[str, Any] = {}  # the last loaded state of torchdata's loader
         self._announced_epoch: int | None = None
         self._newest_pass: object = None
-        self._first_batches: list[Any] = []
-        self._stream: StreamReader | None = None
         self.stream_end: StreamEnd = StreamEnd()
         self.device_prefetch: DevicePrefetch | None = None  # the strategy's own way of copying batches to the device
         #: Copies the batches of the running pass; None: they are copied when they are read.
@@ -251,7 +247,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is running
                 note_epochs(self._epoch_listeners())  # a sampler may count epochs itself
-                shown["_stream"] = None  # its reference would keep the loader alive
                 self.end()
                 if gradient_state.in_dataloader and not self.is_interleaved:
                     gradient_state.nested_seconds += perf_counter() - pass_began
@@ -273,7 +268,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         # The order of the next epoch depends on the draws of the finished one, which the saved run had made. Persistent
         # workers were started in the saved run's first pass, so they are started in this one.
         reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
-        for _ in self._read(saved) if reads else IndexReader(self, saved).draw():
+        for _ in self._read(saved) if reads else IndexReader(self, self.plan(saved)).draw():
             pass
         self.progress.finish(self.progress.epoch)
         return self._begin_pass()
@@ -281,25 +276,35 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         """Yield every batch of the pass, on the device, with its batch info."""
         self._synchronize()
-        if isinstance(self.dataset, IterableDataset):
-            return self._read_stream(saved)
-        return self.read_map(saved)
+        return self.open_reader(saved).read()
+
+    def open_reader(self, saved: SavedPosition | None) -> Reader:
+        """Return the reader of the next pass."""
+        plan = self.plan(saved)
+        return self._stream_reader(plan) if isinstance(self.dataset, IterableDataset) else IndexReader(self, plan)
+
+    def plan(self, saved: SavedPosition | None) -> ReadPlan:
+        """Return the plan of a pass from ``saved`` on."""
+        is_stream = isinstance(self.dataset, IterableDataset)
+        return ReadPlan(
+            saved,
+            self.skip_batches if is_stream else unskipped(self.index_sampler)[1],
+            self.dp_size(),
+            drops_last=self.drops_last,
+            device=self.device if self._active_prefetch is None else None,
+            non_blocking=self._non_blocking,
+        )
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether an incomplete last global batch is left out."""
+        return self._drop_last
 
     def _synchronize(self) -> None:
         world = self._world()
         others = [name for name in self.stream_names if name != "generator"]
         if world is not None and others:
             synchronize_rng_states(others, world=world)
-
-    def place_batch(self, batch: T) -> T:
-        """Return ``batch`` on the device of this loader."""
-        if self.device is None or self._active_prefetch is not None or (self._stays_on_host and is_on_host(batch)):
-            return batch
-        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
-
-    @property
-    def _stays_on_host(self) -> bool:
-        return self.device is not None and self.device == _HOST
 
     def rank_and_size(self) -> tuple[int, int]:
         """Return this process's rank and the number of processes."""
@@ -313,9 +318,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     # -- map-style datasets ----------------------------------------------------------------------------
 
-    def read_map(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
-        """Yield every batch of a map-style dataset."""
-        return IndexReader(self, saved).read(self.device if self._active_prefetch is None else None)
+    def recorder(self) -> RecordingSampler:
+        """Return a recorder for a pass; torch's loader, if it is kept, keeps its recorder.
+
+        Loops over one loader may be nested, so otherwise each pass has its own.
+        """
+        return self._recorder if self._keeps_torch_loader else RecordingSampler()
 
     @property
     def index_sampler(self) -> Iterable[object]:
@@ -346,7 +354,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return ResumePosition(skipped, num_batches, num_samples)
         if saved is None:
             return BEGINNING
-        return saved.position_for(self._dp_size(), self._global_batch_size(root))
+        return saved.position_for(self.dp_size(), self._global_batch_size(root))
 
     def _global_batch_size(self, root: Iterable[object]) -> int:
         if self.planned_batches is not None:
@@ -359,29 +367,23 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _stream_source(self) -> StreamSource:
         return StreamSource(self.dataset, self.batch_size, self.presharded_size)
 
-    def _read_stream(
-        self, saved: SavedPosition | None, skip_batches: int | None = None
-    ) -> Generator[Delivery, None, None]:
+    def _stream_reader(self, plan: ReadPlan) -> StreamReader:
         source = self._stream_source()
         world = self._world()
         source.seed_generator()
         order_state: OrderState = {"streams": capture_host_streams()}
         if source.generator is not None:
             order_state["generator"] = source.generator.get_state()
-            if world is not None and self._draws_on_every_rank:
+            if world is not None and not plan.is_only_reader:
                 order_state["generator"] = broadcast_value(order_state["generator"], world)
                 source.generator.set_state(order_state["generator"])
         if source.num_readers == 1 and source.is_stateful and self.num_workers == 0:
             # For the samples that pad the last global batch.
             order_state["dataset"] = self.stream_end.state_of(source.base)
-        self.progress.order_state = order_state if saved is None else saved.order
-        skip = self.skip_batches if skip_batches is None else skip_batches
-        self._stream = reader = StreamReader(self, source, saved, skip, self._num_first_batches)
+        self.progress.order_state = order_state if plan.saved is None else plan.saved.order
+        reader = StreamReader(self, source, plan)
         self.progress.position = reader.position
-        return reader.read()
-
-    _draws_on_every_rank = True
-    _num_first_batches = 0  # how many first batches of the epoch are kept if a pass begins later
+        return reader
 
     # -- the epoch -------------------------------------------------------------------------------------
 
@@ -426,7 +428,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     # -- the position ----------------------------------------------------------------------------------
 
-    def _dp_size(self) -> int:
+    def dp_size(self) -> int:
+        """Return the number of ranks that divide a global batch."""
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
             return root.num_processes
@@ -470,7 +473,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         )
         ready.pop("streams", None)  # between epochs, the next order is drawn from the process's streams
         ready.pop("plan", None)  # and batches are planned for the ranks of this run
-        return self.progress.state(self._dp_size(), ready)
+        return self.progress.state(self.dp_size(), ready)
 
     def _torchdata_state(self) -> dict[str, object]:
         """Return the position in the format of torchdata's loader; empty before workers have started."""
@@ -511,7 +514,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 stacklevel=4,
             )
         position = self._position_after(num_batches_in(state))
-        return own_form(state, position, self._dp_size(), self.progress.epoch, own)
+        return own_form(state, position, self.dp_size(), self.progress.epoch, own)
 
     def _ready_stream(self) -> OrderState:
         """Return the state that determines the iterable dataset's next pass, between two passes."""
@@ -647,9 +650,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return copied
 
     def __getstate__(self) -> dict[str, object]:
-        of_this_process = dict.fromkeys(
-            ("_newest_pass", "_stream", "_active_prefetch", "device_prefetch", "current_batch")
-        )
+        of_this_process = dict.fromkeys(("_newest_pass", "_active_prefetch", "device_prefetch", "current_batch"))
         return {**super().__getstate__(), "_recorder": RecordingSampler(), **of_this_process}
 
 

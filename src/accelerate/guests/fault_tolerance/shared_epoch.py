@@ -243,16 +243,16 @@ class SharedLoader(PreparedLoader):
         return self._deliver(self.epoch_shared)
 
     def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
-        membership, num_steps = self.membership, 0
+        membership, num_steps, plan = self.membership, 0, self.plan(None)
         while epoch.has_step(membership.members):
             members, num_returns = membership.members, epoch.num_returns
             sampler = _Shares(epoch.copy(), members, membership.rank)
-            for batch in self.reader(self.dataset, self.collate_fn, batch_sampler=sampler):
+            for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler):
                 indices, self.num_own_samples = own_share(epoch.draw(members), membership.rank)
                 num_steps += 1
                 is_last = not epoch.has_step(members)
                 info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
-                yield self.place_batch(batch), info
+                yield plan.place(batch), info
                 if membership.members != members or epoch.num_returns != num_returns:
                     break  # the samples read ahead now belong to another rank
 

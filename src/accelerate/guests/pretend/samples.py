@@ -71,7 +71,7 @@ class SampleRecord:
         if is_received:  # from a process with other random states
             self._drawn.pop(id(loader), None)
         elif by_index and id(loader) not in self._drawn:
-            for number, _ in enumerate(IndexReader(loader, None).draw(), start=1):
+            for number, _ in enumerate(IndexReader(loader, loader.plan(None)).draw(), start=1):
                 if number == _NUM_SHOWN * _batches_of_step(loader):
                     break
         drawn = self._drawn.get(id(loader))
