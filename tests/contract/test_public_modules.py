@@ -10,7 +10,7 @@ from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_
 from tests.contract.test_old_names import OLD_NAMES
 
 #: Packages that only hold public modules.
-HOLDS_MODULES = {"accelerate.estimate", "accelerate.test_utils.scripts.external_deps"}
+HOLDS_MODULES = {"accelerate.test_utils.scripts.external_deps"}
 
 
 def test_the_list_is_sorted_and_names_nothing_twice() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .adapter import DataLoaderAdapter, DataLoaderStateMixin
     from .dispatch import DataLoaderDispatcher
     from .iterable import AlreadyShardedWarning, UndividedStreamWarning
-    from .prefetch import DataLoaderShard, PreparedLoader, get_sampler
+    from .loader import DataLoaderShard, PreparedLoader, get_sampler
     from .prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
     from .sampling import BatchCoverage, IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
     from .sharding import BatchSamplerShard, IterableDatasetShard
@@ -48,7 +48,7 @@ __getattr__: Callable[[str], Any] = names_from(
         "iterable": "AlreadyShardedWarning UndividedStreamWarning",
         "sampling": "BatchCoverage IndexFreeSampler SeedableRandomSampler SkipBatchSampler",
         "dispatch": "DataLoaderDispatcher",
-        "prefetch": "PreparedLoader DataLoaderShard get_sampler",
+        "loader": "PreparedLoader DataLoaderShard get_sampler",
         "prepare": "prepare_data_loader SkipDataLoader skip_first_batches",
         "sharding": "BatchSamplerShard IterableDatasetShard",
         "token_batches": "TokenBatchSampler",

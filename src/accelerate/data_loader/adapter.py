@@ -24,7 +24,7 @@ from .sampling import BatchCoverage, BatchInfo, OrderState, ResumePosition
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .prefetch import PreparedLoader
+    from .loader import PreparedLoader
     from .resume import PositionState
 
 Kind = TypeVar("Kind")

@@ -25,7 +25,7 @@ from ..nested import (
     recursively_apply,
     send_to_device,
 )
-from .prefetch import PreparedLoader
+from .loader import PreparedLoader
 from .random_streams import Moves, SharedDraws
 from .reading import Delivery, Reader, ReadPlan
 from .resume import SavedPosition

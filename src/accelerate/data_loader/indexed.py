@@ -22,7 +22,7 @@ from .sampling import BEGINNING, BatchInfo, ResumePosition, batches_from, same_o
 from .sharding import BatchSamplerShard, draw_unsharded
 
 if TYPE_CHECKING:
-    from .prefetch import PreparedLoader
+    from .loader import PreparedLoader
 
 
 @final

@@ -34,7 +34,7 @@ from .sharding import (
 )
 
 if TYPE_CHECKING:
-    from .prefetch import PreparedLoader
+    from .loader import PreparedLoader
 
 _METHODS: Final = ("__iter__", "_get_iterator")
 

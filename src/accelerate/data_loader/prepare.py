@@ -26,7 +26,7 @@ from .iterable import (
     reads_by_itself,
     warn_if_sharded_here,
 )
-from .prefetch import DataLoaderShard, PreparedLoader
+from .loader import DataLoaderShard, PreparedLoader
 from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
 from .sharding import BatchSamplerShard, IterableDatasetShard

@@ -39,7 +39,7 @@ from .rebind import unwrap
 from .state import ModelState, ReplicatedState
 
 if TYPE_CHECKING:
-    from ..data_loader.prefetch import PreparedLoader
+    from ..data_loader.loader import PreparedLoader
     from ..plugins.ddp import DistributedDataParallelKwargs
 
 

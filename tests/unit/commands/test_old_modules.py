@@ -238,9 +238,9 @@ def test_the_old_addresses_of_extensions_are_importable() -> None:
 
 
 def test_the_estimates_stand_at_their_public_address() -> None:
-    from accelerate.estimate import layout, plan, subject, trace
-    from accelerate.guests import estimate as home
+    from accelerate import estimate
+    from accelerate.guests.estimate import plan, subject, trace
 
-    assert plan.footprint is layout.footprint is home.plan.footprint and layout.Layout is home.plan.Layout
-    assert subject.find_subject is home.subject.find_subject
-    assert trace.trace_training is home.trace.trace_training
+    assert estimate.footprint is plan.footprint and estimate.Layout is plan.Layout
+    assert estimate.find_subject is subject.find_subject
+    assert estimate.trace_training is trace.trace_training

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from ...data_loader.dispatch import DataLoaderDispatcher
 from ...data_loader.indexed import IndexReader
-from ...data_loader.prefetch import PreparedLoader
+from ...data_loader.loader import PreparedLoader
 from ...data_loader.sampling import BatchInfo
 from .replacing import replaced
 

@@ -31,7 +31,7 @@ from ...settings.labels import DistributedType
 from ...training.recompute import recompute_activations
 
 if TYPE_CHECKING:
-    from ...data_loader.prefetch import PreparedLoader
+    from ...data_loader.loader import PreparedLoader
     from ...plugins.fsdp import FullyShardedDataParallelPlugin
 
 #: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.

@@ -1,1 +1,0 @@
-"""Import path kept for compatibility: estimates of the memory that a model needs for training."""
