@@ -34,12 +34,13 @@ from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .state import AcceleratorState
 from .training import elastic_batch
-from .training.accumulation import GradientState, WindowContext, WindowWeights
+from .training.accumulation import GradientState, WindowContext
 from .training.named_models import NamedWindows
 from .training.oom_retry import ComputeLoss, MicroBatches, Work
 from .training.open_window import OpenWindow
 from .training.optimizer import AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler, check_mode
+from .training.window_weights import WindowWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

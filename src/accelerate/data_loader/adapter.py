@@ -82,12 +82,12 @@ class DataLoaderStateMixin:
         """Report the beginning of a loop over this loader."""
         self.reset()
         self.remainder = self._known_remainder()
-        self.gradient_state._add_dataloader(self)
+        self.gradient_state.loaders.add(self)
 
     def end(self) -> None:
         """Report the end of the loop over this loader, also after a `break`."""
         self.coverage = self.current_batch = None
-        self.gradient_state._remove_dataloader(self)
+        self.gradient_state.loaders.remove(self)
 
     def _known_remainder(self) -> int:
         return -1
@@ -451,8 +451,8 @@ class SequenceShardLoader(DataLoaderStateMixin):
                 self.end_of_dataloader: bool = number % num_parts == 0 and getattr(
                     self.loader, "end_of_dataloader", False
                 )
-                if self.gradient_state.active_dataloader is not self:  # the loader has read
-                    self.gradient_state._add_dataloader(self)
+                if self.gradient_state.loaders.active is not self:  # the loader has read
+                    self.gradient_state.loaders.add(self)
                 yield part if device is None else send_to_device(part, device)
         finally:
             self.end()

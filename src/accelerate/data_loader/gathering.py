@@ -21,7 +21,8 @@ from ..distributed.world import World
 from ..errors import CollectiveError, PreparationError, UnequalTensors
 from ..logging import MultiProcessAdapter, get_logger
 from ..nested import honor_type, rebuild_mapping
-from ..training.accumulation import GradientState, RunningLoader
+from ..training.accumulation import GradientState
+from ..training.running_loaders import RunningLoader
 from .sampling import BatchCoverage, rows_to_keep
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class MetricGather:
 
     def pad(self, tensor: T, dim: int, pad_index: float, *, pad_first: bool) -> T:
         """Pad ``tensor`` along ``dim`` to the largest size of any rank that has a batch in this step."""
-        coverage: BatchCoverage | None = getattr(self._gradient_state.active_dataloader, "coverage", None)
+        coverage: BatchCoverage | None = getattr(self._gradient_state.loaders.active, "coverage", None)
         world, num_present = self._mesh.world, None
         if coverage is not None and coverage.num_absent:  # the other ranks' loops are over: they don't call it
             world = self._mesh.within(*DATA_AXES)
@@ -206,9 +207,9 @@ def loader_of(
     If several loaders are running, the leaves of a batch belong to its loader. Other values are assigned to the loader
     whose batch is among them, else to the loader that yielded last.
     """
-    if len(gradient_state.dataloader_references) <= 2:  # None, and one loader
-        return gradient_state.active_dataloader, {}
-    running = gradient_state.running_dataloaders
+    if len(gradient_state.loaders.references) <= 1:
+        return gradient_state.loaders.active, {}
+    running = gradient_state.loaders.all()
     parts = [*_parts(data)]
     owners = [_owner_of(part, running) for part in parts]
     owning = [loader for loader in running if any(owner is loader for owner in owners)]
@@ -259,9 +260,9 @@ def _warn_if_ambiguous(
     is_in_doubt = getattr(assumed, "is_interleaved", False) and any(
         getattr(other, "is_interleaved", False) and getattr(other, "coverage", None) != coverage for other in others
     )
-    if not is_in_doubt or coverage is None or gradient_state.has_assumed_loader:
+    if not is_in_doubt or coverage is None or gradient_state.loaders.has_assumed_loader:
         return
-    gradient_state.has_assumed_loader = True
+    gradient_state.loaders.has_assumed_loader = True
     if is_main:
         warnings.warn(
             f"Several loaders deliver batches in turn, and values that are no part of a batch could belong to any of "

@@ -131,7 +131,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
-        hooks = gradient_state.hooks
+        hooks, running = gradient_state.hooks, gradient_state.loaders
         for hook in hooks.begin_pass:
             hook(self)
         self._follow_epoch()
@@ -158,8 +158,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                     progress.return_to(pass_start)
                 shown["_newest_pass"] = this_pass
                 progress.batch_info = batch_info
-                if gradient_state.active_dataloader is not self:  # another loop has run in between
-                    gradient_state._add_dataloader(self, is_interleaved=True)
+                if running.active is not self:  # another loop has run in between
+                    running.add(self, is_interleaved=True)
                 yield batch
                 if hooks.between_batches and not batch_info.is_last:
                     for hook in hooks.between_batches:
@@ -171,8 +171,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             if self._newest_pass is this_pass:  # else another pass over this loader is running
                 note_epochs(self._epoch_listeners())  # a sampler may count epochs itself
                 self.end()
-                if gradient_state.in_dataloader and not self.is_interleaved:
-                    gradient_state.nested_seconds += perf_counter() - pass_began
+                if running.active is not None and not self.is_interleaved:
+                    running.nested_seconds += perf_counter() - pass_began
 
     def _prefetch_of_pass(self) -> DevicePrefetch | None:
         if not self._prefetches_batches or self.device is None:

@@ -21,7 +21,7 @@ _HOST: Final = torch.device("cpu")
 @final
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one pass over a loader reads, where it begins, and where its batches go."""
+    """The batches of one pass over a loader: where they begin, which are padded, and where they go."""
 
     saved: SavedPosition | None = None  # the position to resume from; None at the beginning of an epoch
     num_skipped: int = 0  # how many of the reader's first batches the user skips

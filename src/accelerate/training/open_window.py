@@ -11,12 +11,13 @@ import torch
 from ..distributed.collectives import gather_object
 from ..errors import CheckpointError, ResumeWarning
 from ..settings.labels import DistributedType
-from .accumulation import wide
 from .named_models import numbers_in
+from .window_weights import wide
 
 if TYPE_CHECKING:
     from ..distributed.world import World
-    from .accumulation import GradientState, WindowWeights
+    from .accumulation import GradientState
+    from .window_weights import WindowWeights
 
 
 #: The layout of strategies in which every rank has the gradients of all parameters.

@@ -132,7 +132,7 @@ class Ulysses:
         together = self._functions[self._kind]
 
         def attention(module: torch.nn.Module, *args: object, **kwargs: object) -> object:
-            has_parts = module.training or isinstance(gradient_state.active_dataloader, SequenceShardLoader)
+            has_parts = module.training or isinstance(gradient_state.loaders.active, SequenceShardLoader)
             return (together if has_parts else original)(module, *args, **kwargs)
 
         self._functions[self._kind] = attention

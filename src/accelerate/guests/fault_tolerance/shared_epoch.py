@@ -181,7 +181,7 @@ class SharedLoader(PreparedLoader):
 
     def shared_passes(self, *, begins: bool) -> tuple[int, int]:
         """Return the number of passes that the script has finished, and the epoch of its first one."""
-        is_inside = not begins and any(one is self for one in self.gradient_state.running_dataloaders)
+        is_inside = not begins and any(one is self for one in self.gradient_state.loaders.all())
         return self.num_passes - is_inside, self._first_epoch
 
     def miss_passes(self, num_passes: int, first_epoch: int, *, is_trained: bool) -> None:

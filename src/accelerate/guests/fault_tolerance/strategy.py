@@ -81,7 +81,7 @@ class KeptReplicas(Strategy):
                 "backward() after the gradients of this update were added up, under --keep_replicas: give one "
                 "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."
             )
-        loaders = [one for one in state.running_dataloaders if isinstance(one, SharedLoader)]
+        loaders = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
         shared = loaders[-1] if loaders else None
         weight = 1 if shared is None else shared.num_own_samples
         (loss * weight).backward(**kwargs)

@@ -126,7 +126,7 @@ class RunMonitor(RunWatch):
     ) -> None:
         """Count a micro-batch, and make a report if it completes the last update of one; see :class:`RunWatch`."""
         is_update = self._gradient_state.sync_gradients
-        loader = self._gradient_state.active_dataloader
+        loader = self._gradient_state.loaders.active
         if loader is not self._loader or getattr(loader, "pass_began", None) != self._pass_began:
             self._enter(loader)
         ends_pass = loader is not None and loader.end_of_dataloader
@@ -294,7 +294,7 @@ class RunMonitor(RunWatch):
             first_update=self._began_at,
             loads=self._num_loads,
             waited=self._timer.total_wait,
-            evaluated=self._gradient_state.nested_seconds,
+            evaluated=self._gradient_state.loaders.nested_seconds,
             compiled=compile_seconds(),
             progress=self._gradient_state.progress,
             stalled=None if watch is None else watch.stalled_seconds,

@@ -198,8 +198,8 @@ class Preemption(LoopHook):
             self._step_calls = step_calls
             if self._newest is not None and (newest := self._newest()) is not None:
                 self._training_loaders.add(newest)
-            if len(gradient_state.dataloader_references) > 2:  # their batches were trained on together
-                self._training_loaders.update(gradient_state.running_dataloaders)
+            if len(gradient_state.loaders.references) > 1:  # their batches were trained on together
+                self._training_loaders.update(gradient_state.loaders.all())
         if backwards != self._backwards:
             self._backwards, self._batches = backwards, 0
         else:
@@ -266,7 +266,7 @@ class Preemption(LoopHook):
         if begins:
             # Before the first batch of an evaluation, a resumed run can't have the same random states. And if another
             # loop runs, it has a batch that isn't trained on yet.
-            return is_known and not any(other is not loader for other in gradient_state.running_dataloaders)
+            return is_known and not any(other is not loader for other in gradient_state.loaders.all())
         if has_trained:
             return True
         if is_known or getattr(loader, "is_interleaved", False):
