@@ -26,7 +26,15 @@ from .errors import PreparationError
 from .flag import Flag
 from .lazy import function_in_use, names_from
 from .logging import MultiProcessAdapter, get_logger
-from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions, remark_on_stray, require_role
+from .parallel.base import (
+    Clipping,
+    PreparedArgument,
+    PreparedArguments,
+    Role,
+    StrategyOptions,
+    remark_on_stray,
+    require_role,
+)
 from .parallel.compile import uncompiled
 from .parallel.replaceable import ReplaceableSteps
 from .plugins.handlers import GradientAccumulationPlugin
@@ -1291,7 +1299,7 @@ class Accelerator(ReplaceableSteps):
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
-        norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm = self.strategy.clip_grad_norm(parameters, Clipping(max_norm, float(norm_type), error_if_nonfinite))
         for hook in self.gradient_state.hooks.after_clip:
             hook(norm)
         return norm

@@ -136,7 +136,7 @@ def test_gradients_are_clipped_in_their_own_precision(layout: str) -> None:
 def test_gradients_of_half_precision_are_added_up_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 1.0 + 2**-7)
-    norm = clip_sharded_grad_norm([parameter], 1e9, 2.0, torch.device("cpu"), False)
+    norm = clip_sharded_grad_norm([parameter], 1e9, 2.0, False, torch.device("cpu"))
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(64 * (1.0 + 2**-7), rel=1e-6)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -59,6 +59,15 @@ class StrategyOptions:
     mesh: Mesh | None = None  # None: all ranks are replicas
     gradient_state: GradientState | None = None
     loaders: DataLoaderConfiguration | None = None
+
+
+@final
+class Clipping(NamedTuple):
+    """The arguments of ``clip_grad_norm_``, as torch's function takes them after the parameters."""
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
 
 
 class Strategy(ABC):
@@ -209,17 +218,11 @@ class Strategy(ABC):
         self.backward(loss, scaler, num_steps)
         return loss.detach()
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``max_norm``, and return the norm before scaling."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``clipping.max_norm``; return the norm before scaling."""
+        return torch.nn.utils.clip_grad_norm_(parameters, *clipping)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 

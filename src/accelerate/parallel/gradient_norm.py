@@ -115,16 +115,11 @@ def scale_to(
 
 
 def clip_sharded_grad_norm(
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    nonfinite: bool,
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, nonfinite: bool, device: torch.device
 ) -> torch.Tensor:
     """Scale gradients, plain or sharded, to a global norm of at most ``max_norm``; return the earlier norm."""
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-    norm = total_norm(map(shard_and_groups, gradients), float(norm_type), device).to(norm_dtype(chosen))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(map(shard_and_groups, gradients), norm_type, device).to(norm_dtype(parameters))
     scale_to(list(map(local_tensor, gradients)), norm, max_norm, nonfinite)
     return norm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
 from weakref import WeakSet
@@ -23,7 +23,7 @@ from ..torch_private.fsdp import (
     snapshot_sharded_gradients,
 )
 from ..training.oom_retry import Retryable, snapshot_gradients
-from .base import Strategy, StrategyOptions
+from .base import Clipping, Strategy, StrategyOptions
 from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
@@ -95,19 +95,12 @@ class ShardedStrategy(Strategy, ABC):
         inner.register_step_pre_hook(require_gradients)
         step_on_whole_matrices(optimizer, self.world.device)
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``clipping.max_norm``; a collective."""
         self._require_gradients(parameters)
-        return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
+        return clip_sharded_grad_norm(parameters, *clipping, self.world.device)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
         clip_sharded_grad_value(parameters, clip_value)
 

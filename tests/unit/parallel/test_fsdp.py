@@ -105,13 +105,13 @@ def test_the_norm_of_plain_gradients_is_torchs() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([3.0, 4.0, 0.0])
     cpu = torch.device("cpu")
-    assert clip_sharded_grad_norm([parameter], 1e9, float("inf"), cpu, False).item() == 4.0
-    assert clip_sharded_grad_norm([parameter], 1.0, 2.0, cpu, False).item() == pytest.approx(5.0)
+    assert clip_sharded_grad_norm([parameter], 1e9, float("inf"), False, cpu).item() == 4.0
+    assert clip_sharded_grad_norm([parameter], 1.0, 2.0, False, cpu).item() == pytest.approx(5.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    assert clip_sharded_grad_norm([], 1.0, 2.0, cpu, False).item() == 0.0
+    assert clip_sharded_grad_norm([], 1.0, 2.0, False, cpu).item() == 0.0
     parameter.grad = torch.tensor([float("nan"), 0.0, 0.0])
     with pytest.raises(RuntimeError, match="nan"):
-        clip_sharded_grad_norm([parameter], 1.0, 2.0, cpu, True)
+        clip_sharded_grad_norm([parameter], 1.0, 2.0, True, cpu)
 
 
 def test_small_documented_functions() -> None:

@@ -16,6 +16,7 @@ from accelerate.distributed.world import World
 from accelerate.errors import SettingError
 from accelerate.guests.xla.strategy import XlaDevices, cast_everything
 from accelerate.parallel import StrategyOptions
+from accelerate.parallel.base import Clipping
 from accelerate.plugins import Plugins
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import GradientAccumulationPlugin
@@ -76,7 +77,7 @@ def test_gradients_are_summed_once_before_clipping_or_the_step_and_the_step_ends
         calls.clear()
         model(torch.ones(1, 2)).sum().backward()
         if clips:
-            strategy.clip_grad_norm(model.parameters(), 1.0)
+            strategy.clip_grad_norm([*model.parameters()], Clipping(1.0))
         prepared.step()
         prepared.zero_grad()
         assert calls == ["sum of 2 gradients x 0.5", "sync"]
@@ -88,7 +89,7 @@ def test_one_process_sums_nothing(calls: list[str]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.register_step_hooks(optimizer)
     model(torch.ones(1, 2)).sum().backward()
-    strategy.clip_grad_value(model.parameters(), 0.1)
+    strategy.clip_grad_value([*model.parameters()], 0.1)
     optimizer.step()
     assert calls == ["sync"]
 

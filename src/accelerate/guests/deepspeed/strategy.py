@@ -6,7 +6,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
 from ...parallel.base import (
+    Clipping,
     PreparedArgument,
     PreparedArguments,
     Role,
@@ -283,25 +284,21 @@ class DeepSpeed(Strategy):
             loss = self._ulysses.scaled(loss)
         self.engine.backward(loss, gradient_state.sync_gradients, **kwargs)
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Return the norm at the engine's last step, which clips to the configuration's `gradient_clipping`.
 
-        If the configuration says "auto", ``max_norm`` applies from the next step on.
+        If the configuration says "auto", ``clipping.max_norm`` applies from the next step on.
         """
         if self.engine is None:
-            return super().clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
-        if float(norm_type) != 2.0:
-            raise PreparationError(f"norm_type={norm_type}: DeepSpeed clips by the 2-norm only, inside its own step.")
-        self._compare_clipping(self.engine, float(max_norm))
+            return super().clip_grad_norm(parameters, clipping)
+        if clipping.norm_type != 2.0:
+            raise PreparationError(
+                f"norm_type={clipping.norm_type}: DeepSpeed clips by the 2-norm only, inside its own step."
+            )
+        self._compare_clipping(self.engine, float(clipping.max_norm))
         norm = self.engine.get_global_grad_norm()
         norm = torch.tensor(float("nan") if norm is None else float(norm), device=self.world.device)
-        if error_if_nonfinite and not bool(norm.isfinite()):
+        if clipping.error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"The total norm of the gradients is {norm.item()}, so they could not be clipped.")
         return norm
 
@@ -322,7 +319,7 @@ class DeepSpeed(Strategy):
         if self._clips_as_called:
             engine.set_gradient_clipping(max_norm)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Raise, because DeepSpeed clips only by the norm.
 
         Raises:

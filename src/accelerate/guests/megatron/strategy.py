@@ -24,7 +24,15 @@ from ...distributed.world import World
 from ...errors import CheckpointError, NotBuilt, PreparationError, SettingError
 from ...names import engine_tag
 from ...optional import require
-from ...parallel.base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions, refuse_placeholders
+from ...parallel.base import (
+    Clipping,
+    PreparedArgument,
+    PreparedArguments,
+    Role,
+    Strategy,
+    StrategyOptions,
+    refuse_placeholders,
+)
 from ...parallel.held_tensors import HeldTensor
 from ...parallel.rebind import canonical_name
 from ...parallel.state import ModelState
@@ -178,18 +186,12 @@ class Megatron(Strategy):
     ) -> None:
         """Do nothing, because the forward was a full training step."""
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Return the norm of the last step, which clips to the plugin's `gradient_clipping`."""
         norm = None if self._engine is None else self._engine.grad_norm
         return torch.tensor(float("nan") if norm is None else float(norm))
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Raise, because Megatron-LM clips only by the norm.
 
         Raises:

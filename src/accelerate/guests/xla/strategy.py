@@ -21,7 +21,7 @@ from ...distributed.world import World
 from ...errors import SettingError
 from ...modules import moved
 from ...nested import recursively_apply, send_to_device
-from ...parallel.base import Strategy, StrategyOptions
+from ...parallel.base import Clipping, Strategy, StrategyOptions
 from ...parallel.compile import compile_model
 from ...parallel.fsdp.wrapping import find_ignored, find_wrap_units
 from ...parallel.state import ModelState
@@ -177,23 +177,15 @@ class XlaDevices(Strategy):
         if gradient_state is not None:
             gradient_state.is_xla_gradients_synced = True
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the averaged gradients to a global norm of at most ``max_norm``, and return the norm before."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._reduce([parameter.grad for parameter in chosen if parameter.grad is not None])
-        return super().clip_grad_norm(chosen, max_norm, norm_type, error_if_nonfinite)
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the averaged gradients to a global norm of at most ``clipping.max_norm``; return the norm before."""
+        self._reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+        return super().clip_grad_norm(parameters, clipping)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the averaged gradients to [-``clip_value``, ``clip_value``]."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._reduce([parameter.grad for parameter in chosen if parameter.grad is not None])
-        super().clip_grad_value(chosen, clip_value)
+        self._reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+        super().clip_grad_value(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
@@ -35,7 +35,7 @@ from ...torch_private.fsdp import (
 from ...torch_private.modules import takes_data_of
 from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
-from ..base import PreparedArguments, Role, StrategyOptions
+from ..base import Clipping, PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, norm_dtype, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
@@ -171,21 +171,14 @@ class FlatShard(FSDPStrategy):
         finally:
             self._unreduced.discard(key)
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients of a list of parameters to a global norm of at most ``max_norm``; a collective."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients of a list of parameters to a global norm ; a collective."""
         axes = self._axes()
-        found = [(p.grad, axes.get(id(p), ())) for p in chosen if p.grad is not None]
+        found = [(p.grad, axes.get(id(p), ())) for p in parameters if p.grad is not None]
         # A rank without a shard of these parameters still has to take part.
         known = list(dict.fromkeys(axes.values()))
-        norm = total_norm(found, float(norm_type), self.world.device, known).to(norm_dtype(chosen))
-        scale_to([gradient for gradient, _ in found], norm, max_norm, error_if_nonfinite)
+        norm = total_norm(found, clipping.norm_type, self.world.device, known).to(norm_dtype(parameters))
+        scale_to([gradient for gradient, _ in found], norm, clipping.max_norm, clipping.error_if_nonfinite)
         return norm
 
     def _axes(self) -> dict[int, Axes]:

@@ -7,7 +7,7 @@ Training on GPU Clusters Using Megatron-LM", SC 2021. Replicas of the pipeline a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Final, final
 
@@ -30,7 +30,7 @@ from ...training.oom_retry import Retryable, RetryMode
 from ...training.open_window import GradientHolder
 from ...training.recompute import chosen_modules, recompute_activations
 from ...versions import is_torch_version
-from ..base import PreparedArguments, Role, Strategy, StrategyOptions
+from ..base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
 from ..fsdp.state import checkpoint_state_of, gathered_state
@@ -386,25 +386,18 @@ class Pipeline(Strategy):
         """Register the hooks that gather a stage's matrices for an optimizer of whole matrices."""
         step_on_whole_matrices(optimizer, self.world.device)
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients to a norm over all stages of at most ``max_norm``; a collective of the pipeline."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [local_tensor(parameter.grad) for parameter in chosen if parameter.grad is not None]
-        counted = [p.grad for p in chosen if p.grad is not None and p not in self._shared]
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a norm over all stages; a collective of the pipeline."""
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        counted = [p.grad for p in parameters if p.grad is not None and p not in self._shared]
         # First within the stage, over the groups of its shards; then over all stages.
-        of_stage = total_norm(map(shard_and_groups, counted), float(norm_type), self.world.device)
-        norm = total_norm([(of_stage, (self.mesh.group("pp"),))], float(norm_type), self.world.device)
-        norm = norm.to(norm_dtype(chosen))
-        scale_to(gradients, norm, max_norm, error_if_nonfinite)
+        of_stage = total_norm(map(shard_and_groups, counted), clipping.norm_type, self.world.device)
+        norm = total_norm([(of_stage, (self.mesh.group("pp"),))], clipping.norm_type, self.world.device)
+        norm = norm.to(norm_dtype(parameters))
+        scale_to(gradients, norm, clipping.max_norm, clipping.error_if_nonfinite)
         return norm
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
         clip_sharded_grad_value(parameters, clip_value)
 
