@@ -234,8 +234,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down.
-CORE_LIMIT: Final = (42_477, 313)
-GUESTS_LIMIT: Final = (14_632, 113)
+CORE_LIMIT: Final = (42_472, 312)
+GUESTS_LIMIT: Final = (14_624, 113)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

@@ -1,23 +1,9 @@
-"""Estimates of the memory that a model needs for training, and of the parallel layouts that fit."""
+"""Estimates of a model's memory in training, and of the parallel layouts that fit."""
 
 from __future__ import annotations
 
-from .guests.estimate.plan import Candidate, Footprint, Layout, Plan, footprint, layouts, propose
-from .guests.estimate.subject import find_subject, inputs_of_transformers
-from .guests.estimate.trace import Moment, Traceable, TrainingTrace, trace_training
+from .guests.estimate.plan import Footprint, Layout, footprint
+from .guests.estimate.subject import find_subject
+from .guests.estimate.trace import TrainingTrace, trace_training
 
-__all__ = [
-    "Candidate",
-    "Footprint",
-    "Layout",
-    "Moment",
-    "Plan",
-    "Traceable",
-    "TrainingTrace",
-    "find_subject",
-    "footprint",
-    "inputs_of_transformers",
-    "layouts",
-    "propose",
-    "trace_training",
-]
+__all__ = ["Footprint", "Layout", "TrainingTrace", "find_subject", "footprint", "trace_training"]

@@ -1,26 +1,7 @@
-"""Import path kept for compatibility: weights and states offloaded to host memory or disk."""
+"""Optimizer states and activations that are kept in host memory while a model trains."""
 
 from __future__ import annotations
 
-from .big_models.offload import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
 from .big_models.training_offload import offload_activations, offload_optimizer
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_activations",
-    "offload_optimizer",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
+__all__ = ["offload_activations", "offload_optimizer"]

@@ -22,7 +22,6 @@ from accelerate.distributed.process_control import (
     on_process,
     only_when,
     part_of,
-    print_once,
     split_between_processes,
     wait_for_everyone,
 )
@@ -164,12 +163,6 @@ def test_a_pretended_world_is_not_waited_for() -> None:
     for section in (main_process_first, local_main_process_first, in_order):
         with pytest.raises(CollectiveError, match="simulated"), section(world):
             pass
-
-
-def test_printed_once_per_host(capsys: pytest.CaptureFixture[str]) -> None:
-    print_once("from", 0, world=World.pretend(0, 2), sep="-")
-    print_once("from", 1, world=World.pretend(1, 2), sep="-")
-    assert capsys.readouterr().out == "from-0\n"
 
 
 def test_labels_of_accelerator_worlds() -> None:

@@ -62,7 +62,6 @@ class DeviceKind:
     rng_is_list: bool = True  # one state per device, not one for all
     memory_used: str = "memory_allocated"
     memory_peak: str = "max_memory_allocated"
-    memory_peak_reset: str = "reset_peak_memory_stats"
     memory_left: str = "mem_get_info"
     busy: str = ""  # returns the percentage of recent time in which the device computed
     bf16: str = "is_bf16_supported"  # a call, or always, or never
@@ -168,10 +167,6 @@ class DeviceKind:
         """Return the peak bytes of tensors since the last reset; 0 if the kind can't tell."""
         return int(self._measure(self.memory_peak, device))
 
-    def reset_peak_memory(self, device: torch.device | int | None = None) -> None:
-        """Reset the peak that `max_memory_allocated` reports."""
-        self._measure(self.memory_peak_reset, device)
-
     def free_memory(self, device: torch.device | int | None = None) -> int | None:
         """Return the free bytes for new tensors; None if the kind can't tell."""
         found = self._measure(self.memory_left, device)
@@ -209,15 +204,6 @@ class DeviceKind:
 
     def _supports(self, answer: str) -> bool:
         return answer == _ALWAYS or (answer != _NEVER and bool(self._call(answer, otherwise=False)))
-
-    def rng_state_of_default(self) -> torch.Tensor | None:
-        """Return the generator state of the current device; None if the kind has no generators."""
-        states = self.rng_states()
-        if not states:
-            return None
-        if not self.rng_is_list:
-            return states[0]
-        return states[int(self._call("current_device", otherwise=0))]
 
     def _is_switched_off(self) -> bool:
         return self.name == "xla" and not flag("USE_TORCH_XLA", True)
@@ -258,13 +244,13 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         wait="torch_xla.core.xla_model:wait_device_ops",
         clear="", seed_call="torch_xla.core.xla_model:set_rng_state",
         rng_read="torch_xla.core.xla_model:get_rng_state", rng_write="torch_xla.core.xla_model:set_rng_state",
-        rng_is_list=False, memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
+        rng_is_list=False, memory_used="", memory_peak="", memory_left="", bf16=_ALWAYS,
         stream="",
     ),
     DeviceKind(
         "mps", "NO", "torch.mps", available="torch.backends.mps:is_available", select="",
         seed_call="manual_seed", rng_read="get_rng_state", rng_write="set_rng_state", rng_is_list=False,
-        memory_used="current_allocated_memory", memory_peak="", memory_peak_reset="",
+        memory_used="current_allocated_memory", memory_peak="",
         memory_left="recommended_max_memory", bf16="accelerate.devices.table:is_macos_14", stream="",
     ),
     DeviceKind(
@@ -304,7 +290,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
     ),
     DeviceKind(
         "cpu", "MULTI_CPU", "torch.cpu", backend="gloo", select="", clear="", seed_call="", rng_read="",
-        rng_write="", memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS, stream="",
+        rng_write="", memory_used="", memory_peak="", memory_left="", bf16=_ALWAYS, stream="",
     ),
 )  # fmt: skip
 

@@ -193,12 +193,6 @@ def on_local_process(
     )
 
 
-def print_once(*args: Any, world: World | None = None, **kwargs: Any) -> None:
-    """Print on the first process of each host."""
-    if world_or_joined(world).is_local_main:
-        print(*args, **kwargs)
-
-
 # -- parts -------------------------------------------------------------------------------------------------
 
 
