@@ -24,11 +24,11 @@ from ..seams import launch_flags, load
 from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
-from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:
     from ..launch.engine import LaunchEngine
+    from .config.config_args import ClusterConfig, SageMakerConfig
 
 __all__ = [
     "deepspeed_launcher",
@@ -203,6 +203,8 @@ def _validate_launch_command(
 
     Takes the Namespace of the launcher's parser, and one made by hand.
     """
+    from .config.config_args import load_config_from_file  # with the questionnaire, which a launch doesn't ask
+
     settings = settings_of(args)
     path = config_path(args)
     configuration = None if path is None else load_config_from_file(path)
