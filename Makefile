@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
+.PHONY: help setup demo test multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -105,6 +105,9 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 		.deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py \
 		"tests/examples/test_by_feature.py::test_an_example_learns[deepspeed_with_config_support]" \
 		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
+
+corpus: setup    ## `accelerate verify` on small scripts: a planted fault in each is found, right ones raise no alarm (minutes)
+	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/verify
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import RandomSampler
+from torch.utils.data._utils import fetch
 
 from .names import declare, uses
 
@@ -134,6 +135,12 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def has_running_iterator(loader: object) -> bool:
     """Return whether ``loader`` keeps an iterator: torch's with persistent workers, or torchdata's."""
     return getattr(loader, "_iterator", None) is not None
+
+
+@uses("torch.utils.data._utils.fetch:_MapDatasetFetcher", "torch.utils.data._utils.fetch:_IterableDatasetFetcher")
+def batch_fetchers() -> tuple[type, type]:
+    """Return the classes whose ``fetch`` reads a batch: of a map-style dataset, and of an iterable one."""
+    return fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
 
 
 @uses("torch.utils.data.sampler:._num_samples")

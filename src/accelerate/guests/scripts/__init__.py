@@ -2,7 +2,7 @@
 
 - `migrate`: convert a plain PyTorch script to use the Accelerator; `migrate_command`.
 - `doctor`: find how an accelerated script behaves differently on several processes; `doctor_command`.
-- `verify`: compare runs of a script, or of two, update by update.
+- `verify`: compare runs of a script, or of two, update by update; `verify_command`.
 - `options`: the options that their commands share.
 """
 
@@ -25,6 +25,12 @@ GUEST: Final = Guest(
             f"{__name__}.doctor_command",
             "doctor_command_parser",
             "Report what an accelerated script does differently on several processes.",
+        ),
+        Command(
+            "verify",
+            f"{__name__}.verify_command",
+            "verify_command_parser",
+            "Train some updates in several layouts, and say what differs from one process.",
         ),
     )
 )

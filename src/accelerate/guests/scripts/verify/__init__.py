@@ -11,7 +11,7 @@ from .runs import ORIGINAL, Comparison, Run, Runs, VerificationError, title_of
 
 if TYPE_CHECKING:
     from ..migrate import Migration
-    from .observe import Record
+    from .record import Record
 
 
 def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: int) -> list[Comparison]:

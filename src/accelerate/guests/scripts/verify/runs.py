@@ -15,7 +15,9 @@ from ....errors import AccelerateError
 from ....settings.env import snapshot
 
 if TYPE_CHECKING:
-    from .observe import Record
+    from .conditions import Conditions
+    from .layouts import Layout
+    from .record import Record
 
 ORIGINAL: Final = "original"
 #: The tolerance relative to the larger value: on one process, on two, and with 16-bit rounding.
@@ -24,6 +26,7 @@ _SAME_ON_TWO: Final = 1e-3
 _ROUNDED: Final = 5e-2
 _LIMIT_SECONDS: Final = 900
 _NUM_LINES: Final = 40
+_LAUNCH: Final = ("-m", "accelerate.commands.launch", "--cpu")
 #: Environment variables with a process's rank and its visible devices.
 _OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -58,7 +61,7 @@ class Run:
             losses,
             [(total, absolute) for total, absolute in records[0].weights],
             any(record.draws for record in records),
-            any(record.normalizes for record in records),
+            any(bool(record.normalizes) for record in records),
             any(record.is_rounded for record in records),
         )
 
@@ -120,26 +123,42 @@ class Runs:
     arguments: list[str]
     num_steps: int
     _count: int = 0
+    _records: Path = Path()
 
     def observe(
         self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, launcher: str | None = None
     ) -> list[Record]:
         """Run `source` on a number of ranks (None: as a program of its own), and return the record of each."""
-        from .observe import Conditions, Record
+        from .conditions import Conditions
 
-        self._count += 1
-        records_folder = self.folder / f"run_{self._count}"
-        records_folder.mkdir()
-        Conditions(self.num_steps, splits).write(records_folder)
-        program = ["-m", f"{__package__}.observe", str(records_folder), str(source), str(self.script), *self.arguments]
+        program = self._program(Conditions(self.num_steps, splits), source)
         if ranks is None:
             command = program
         elif launcher is not None:
             command = ["-m", launcher, "--standalone", "--nproc_per_node", str(ranks), *program]
         else:
-            command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(ranks), *program]
+            command = [*_LAUNCH, "--num_processes", str(ranks), *program]
+        return self._recorded(title, command)
+
+    def observe_under(self, conditions: Conditions, title: str, layout: Layout | None, ranks: int) -> list[Record]:
+        """Run the script in a layout (None: the reference), and return the record of each rank."""
+        program = self._program(conditions, self.script)
+        flags = () if layout is None else layout.flags
+        return self._recorded(title, [*_LAUNCH, "--num_processes", str(ranks), *flags, *program])
+
+    def _program(self, conditions: Conditions, source: Path) -> list[str]:
+        """Return the arguments of Python for an observed process, in a new folder with its conditions."""
+        self._count += 1
+        self._records = self.folder / f"run_{self._count}"
+        self._records.mkdir()
+        conditions.write(self._records)
+        return ["-m", f"{__package__}.observe", str(self._records), str(source), str(self.script), *self.arguments]
+
+    def _recorded(self, title: str, command: list[str]) -> list[Record]:
+        from .record import Record
+
         self._run(title, command)
-        records = Record.read_all(records_folder)
+        records = Record.read_all(self._records)
         if not records or len(records) != records[0].num_processes:
             raise VerificationError(
                 f"{self.script}: the run '{title}' ended without a backward pass on every process, so there is nothing "

@@ -1,0 +1,53 @@
+"""The conditions of one run, handed from the command to the processes that it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, final
+
+CONDITIONS: Final = "conditions.json"
+
+
+@final
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions of a run.
+
+    Attributes:
+        num_steps: the number of optimizer steps after which to end.
+        splits_batches: several processes share each batch of the script, and loaders give only full batches.
+        multiple: full batches have a multiple of this many samples.
+        num_parts: how many micro-batches each batch of the script becomes, in scripts that accumulate gradients.
+        dtype: the dtype of parameters and inputs; "" leaves them as they are.
+        reorders: reverse the samples of each batch, which changes the order of sums and nothing else.
+        recomputes: compute activations again in the backward pass.
+        keeps_tensors: record gradients, parameters and optimizer states of each step.
+        saves_at: the number of steps after which to save the run; 0 saves nothing.
+        save_to: the folder for it.
+        resumes_from: a folder to resume from when the first prepared loader is read; "" begins anew.
+        steps_before: the number of steps of the runs before this one.
+    """
+
+    num_steps: int
+    splits_batches: bool
+    multiple: int = 2
+    num_parts: int = 1
+    dtype: str = ""
+    reorders: bool = False
+    recomputes: bool = False
+    keeps_tensors: bool = False
+    saves_at: int = 0
+    save_to: str = ""
+    resumes_from: str = ""
+    steps_before: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Conditions:
+        """Read the conditions from `folder`."""
+        return cls(**json.loads((folder / CONDITIONS).read_text()))
+
+    def write(self, folder: Path) -> None:
+        """Write the conditions to `folder`."""
+        (folder / CONDITIONS).write_text(json.dumps(asdict(self)))

@@ -1,0 +1,306 @@
+"""The first difference of a layout from the reference, with its likely cause."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, final
+
+from .layouts import Layout
+from .record import Moments, Record, Step
+
+#: The bound of a relative difference without rounding to speak of, by the dtype that is computed in.
+BASES: Final = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+#: How many times the spread of the reference a difference may be.
+SPREADS: Final = 20.0
+#: Above this bound, a comparison says nothing.
+MEANINGFUL: Final = 1e-2
+#: The share of the norm of all tensors that counts as the least norm of one.
+_LEAST: Final = 1e-3
+
+_QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states": "optimizer state"}
+
+#: What a finding's code stands for.
+CODES: Final = {
+    "V01": "The samples of an update differ: some are read twice, or by no rank.",
+    "V02": "Gradients are a multiple of the reference's by the number of ranks: summed in place of averaged, or the "
+    "other way round.",
+    "V03": "Gradients are a multiple of the reference's by the number of micro-batches: not divided by it, or twice.",
+    "V04": "A parameter gets a gradient in one run and none in the other.",
+    "V05": "Ranks that hold copies of one parameter have different values: their gradients are not averaged.",
+    "V06": "The gradient norm that clips differs, and the gradients do not.",
+    "V07": "The learning rate differs: the schedule counts micro-batches, or a rank's batches, in place of updates.",
+    "V08": "Parameters differ after a step, and their gradients do not.",
+    "V09": "A tensor has another dtype.",
+    "V10": "The state of an optimizer differs, and the parameters do not.",
+    "V11": "A layer normalises over the batch of its process, which is smaller.",
+    "V12": "The number of updates differs.",
+    "V13": "Gradients differ by no common factor.",
+    "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """The first difference of a layout from the reference.
+
+    Attributes:
+        update: the number of the step, from 1.
+        factor: by which the value is a multiple of the reference's; None if there is no such number.
+        lines: of the script, the last step and the last backward pass; 0 if unknown.
+    """
+
+    layout: str
+    update: int
+    quantity: str
+    name: str
+    code: str
+    text: str
+    factor: float | None = None
+    lines: tuple[int, int] = (0, 0)
+
+
+@final
+class Value(NamedTuple):
+    """A tensor of a run, put together from its ranks."""
+
+    moments: Moments | None
+    differs: bool  # between ranks that hold copies
+
+
+def together(parts: Sequence[Moments | None]) -> Value:
+    """Return the whole of which each rank has a part, or a copy."""
+    held = [part for part in parts if part is not None]
+    if not held:
+        return Value(None, differs=False)
+    if all(part.held == part.size for part in held):
+        first = held[0]
+        differs = any(distance(first, other, first.norm) > 1e-12 for other in held[1:])
+        return Value(first, differs or len(held) != len(parts))
+    total = held[0]
+    for other in held[1:]:
+        total = total.plus(other)
+    return Value(total.divided(max(total.held, 1) / max(total.size, 1)), differs=False)
+
+
+def distance(one: Moments, other: Moments, scale: float) -> float:
+    """Return an estimate of the norm of the difference of two tensors, relative to `scale` or to their own."""
+    changes = (
+        one.norm - other.norm,
+        one.projection - other.projection,
+        (one.total - other.total) / math.sqrt(max(one.size, 1)),
+    )
+    if not all(map(math.isfinite, changes)):
+        return 0.0 if repr(one[2:6]) == repr(other[2:6]) else math.inf
+    return max(map(abs, changes)) / (max(one.norm, other.norm, scale) or 1.0)
+
+
+@final
+@dataclass
+class History:
+    """The steps of a run, put together from its ranks.
+
+    Attributes:
+        steps: the steps of each rank.
+    """
+
+    steps: list[Sequence[Step]]
+    records: Sequence[Record]
+
+    @classmethod
+    def of(cls, *runs: Sequence[Record]) -> History:
+        """Return the history of a run, or of one that was stopped and resumed."""
+        steps: list[Sequence[Step]] = []
+        for records in runs:
+            steps += zip(*(record.steps for record in records), strict=False)
+        return cls(steps, runs[-1])
+
+    def tensors(self, number: int, kind: str) -> dict[str, Value]:
+        """Return the gradients, weights or states of step `number`."""
+        each: list[Mapping[str, Moments | None]] = [getattr(step, kind) for step in self.steps[number]]
+        names = dict.fromkeys(name for one in each for name in one)
+        return {name: together([one[name] for one in each if name in one]) for name in names}
+
+    def samples(self, number: int) -> Counter[int]:
+        """Return how often each sample is part of step `number`, over all ranks."""
+        return Counter(index for step in self.steps[number] for batch in step.samples for index in batch)
+
+
+@final
+@dataclass
+class Bounds:
+    """The bounds of differences: a constant, or a multiple of what another order of sums changes in the reference."""
+
+    base: float
+    spread: dict[tuple[int, str, str], float] = field(default_factory=dict[tuple[int, str, str], float])
+
+    @classmethod
+    def of(cls, base: float, reference: History, reordered: History) -> Bounds:
+        """Return the bounds from two runs of the reference, one of them with its sums in another order."""
+        found = cls(base)
+        for kind in ("gradients", "weights", "states"):
+            largest: dict[str, float] = {}
+            for number in range(min(len(reference.steps), len(reordered.steps))):
+                before, after = reference.tensors(number, kind), reordered.tensors(number, kind)
+                scale = _scale(before)
+                for name, value in before.items():
+                    other = after.get(name)
+                    if value.moments is not None and other is not None and other.moments is not None:
+                        spread = distance(value.moments, other.moments, scale)
+                        largest[name] = max(largest.get(name, 0.0), spread)
+                    found.spread[number, kind, name] = largest.get(name, 0.0)
+        return found
+
+    def bound(self, number: int, kind: str, name: str) -> float:
+        """Return the largest difference that rounding explains."""
+        return max(self.base, SPREADS * self.spread.get((number, kind, name), 0.0))
+
+
+def _scale(tensors: Mapping[str, Value]) -> float:
+    """Return the norm below which a tensor counts as small beside the others."""
+    return _LEAST * math.sqrt(sum(value.moments.square for value in tensors.values() if value.moments is not None))
+
+
+def first_difference(layout: Layout, reference: History, run: History, bounds: Bounds) -> Finding | None:
+    """Return the first difference of a run from the reference; None if there is none."""
+    for number in range(min(len(reference.steps), len(run.steps))):
+        for found in _StepComparison(layout, reference, run, bounds, number).differences():
+            return found
+    if len(run.steps) != len(reference.steps):
+        text = f"{len(run.steps)} updates in place of {len(reference.steps)}"
+        return Finding(layout.name, len(run.steps) + 1, "updates", "", "V12", text)
+    return None
+
+
+@final
+class _StepComparison:
+    """The comparison of one step of a run with the reference's."""
+
+    def __init__(self, layout: Layout, reference: History, run: History, bounds: Bounds, number: int) -> None:
+        self._layout, self._reference, self._run, self._bounds, self._number = layout, reference, run, bounds, number
+
+    def differences(self) -> Iterator[Finding]:
+        """Yield the differences in the order in which one follows from another."""
+        expected, found = self._reference.steps[self._number][0], self._run.steps[self._number][0]
+        before, after = self._reference.samples(self._number), self._run.samples(self._number)
+        if before and after and before != after:
+            yield self._finding("samples", "", "V01", _samples_text(before, after))
+        yield from self._of_tensors("gradients")
+        if expected.norm is not None and found.norm is not None:
+            scale = max(abs(expected.norm), abs(found.norm)) or 1.0
+            if abs(expected.norm - found.norm) / scale > self._bounds.base:
+                factor = found.norm / expected.norm if expected.norm else None
+                text = f"{found.norm:.6g} in place of {expected.norm:.6g}"
+                yield self._finding("gradient norm", "", "V06", text, factor)
+        if not _are_equal(expected.rates, found.rates):
+            ratio = found.rates[0] / expected.rates[0] if expected.rates and expected.rates[0] else None
+            text = f"{_numbers(found.rates)} in place of {_numbers(expected.rates)}"
+            yield self._finding("learning rate", "", "V07", text, ratio)
+        yield from self._of_tensors("weights")
+        yield from self._of_tensors("states")
+
+    def _finding(self, quantity: str, name: str, code: str, text: str, factor: float | None = None) -> Finding:
+        step, backward = self._run.steps[self._number][0].place
+        return Finding(self._layout.name, self._number + 1, quantity, name, code, text, factor, (step, backward))
+
+    def _of_tensors(self, kind: str) -> Iterator[Finding]:
+        """Yield the first difference in kind, else the largest in value, of the gradients, weights or states."""
+        before, after = self._reference.tensors(self._number, kind), self._run.tensors(self._number, kind)
+        if not after:
+            return
+        scale = _scale(before)
+        largest: tuple[float, str, Moments, Moments] | None = None
+        for name, value in before.items():
+            other = after.get(name)
+            if other is None and kind != "gradients":
+                continue
+            expected, found = value.moments, None if other is None else other.moments
+            if expected is None or found is None:
+                given = expected or found
+                if given is not None and given.norm > 1e-6 * scale:  # else a gradient of zeros
+                    text = "none, and one in the reference" if found is None else "one, and none in the reference"
+                    yield self._finding(_QUANTITIES[kind], name, "V04", text)
+                    return
+                continue
+            bound = self._bounds.bound(self._number, kind, name)
+            if kind != "gradients" and expected.dtype != found.dtype:
+                yield self._finding(_QUANTITIES[kind], name, "V09", f"{found.dtype} in place of {expected.dtype}")
+                return
+            if bound > MEANINGFUL:
+                continue
+            if other is not None and other.differs:
+                yield self._finding(_QUANTITIES[kind], name, "V05", "its copies on the ranks differ")
+                return
+            excess = distance(expected, found, scale) / bound
+            if excess > max(1.0, largest[0] if largest else 0.0):
+                largest = excess, name, expected, found
+        if largest is not None:
+            _, name, expected, found = largest
+            factor = _factor(expected, found)
+            code, text = _cause(self._layout, self._run, kind, factor, expected, found)
+            yield self._finding(_QUANTITIES[kind], name, code, text, factor)
+
+
+def _factor(before: Moments, after: Moments) -> float | None:
+    """Return the number by which a tensor is a multiple of another; None if it is no multiple."""
+    if not before.norm or not after.norm or not math.isfinite(after.norm):
+        return None
+    factor = after.norm / before.norm
+    if before.projection * after.projection < 0:
+        factor = -factor
+    rest = abs(after.projection - factor * before.projection) + abs(after.total - factor * before.total)
+    return factor if rest <= 1e-4 * (abs(after.projection) + abs(after.total) + after.norm) else None
+
+
+def _cause(
+    layout: Layout, run: History, kind: str, factor: float | None, before: Moments, after: Moments
+) -> tuple[str, str]:
+    by = (
+        f"{factor:.4g} times the reference"
+        if factor is not None
+        else (f"norm {after.norm:.6g} in place of {before.norm:.6g}")
+    )
+    if layout.ranks > 1 and run.records[0].normalizes:
+        return "V11", f"{by}: {run.records[0].normalizes[0]} normalises over the samples of its process"
+    if layout.resumes and kind != "gradients":
+        return "V14", f"{by}: it isn't saved, or isn't restored"
+    if kind == "weights":
+        return "V08", f"{by}, after equal gradients"
+    if kind == "states":
+        return "V10", f"{by}, after equal gradients and parameters"
+    if factor is not None:
+        for count, code, text, inverse in (
+            (layout.ranks, "V02", "summed over the processes in place of averaged",
+             "divided by the number of processes once too often"),
+            (layout.num_parts, "V03", "not divided by the number of micro-batches",
+             "divided by the number of micro-batches twice"),
+            (layout.ranks * layout.num_parts, "V02", "summed over processes and micro-batches",
+             "divided by the number of processes and micro-batches twice"),
+        ):  # fmt: skip
+            if count > 1 and math.isclose(factor, count, rel_tol=1e-3):
+                return code, f"{by}: {text}"
+            if count > 1 and math.isclose(factor, 1 / count, rel_tol=1e-3):
+                return code, f"{by}: {inverse}"
+    return "V13", by
+
+
+def _samples_text(before: Counter[int], after: Counter[int]) -> str:
+    lost, added = sorted((before - after).elements()), sorted((after - before).elements())
+    parts = [
+        f"{len(found)} {word} ({', '.join(map(str, found[:6]))}{', ...' if len(found) > 6 else ''})"
+        for found, word in ((lost, "lost"), (added, "added or read again"))
+        if found
+    ]
+    return ", ".join(parts)
+
+
+def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in pairs)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)

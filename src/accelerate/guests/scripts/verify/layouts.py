@@ -1,0 +1,105 @@
+"""The layouts in which a script is run: processes, how they share the model, and what must come out equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from .record import Record
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a script.
+
+    Attributes:
+        ranks: the number of processes.
+        flags: of `accelerate launch`.
+        num_parts: how many micro-batches each batch becomes.
+        dtype: computes in this dtype whatever the reference computes in; "": as the reference.
+        recomputes: computes activations again in the backward pass.
+        resumes: how often the run is stopped and resumed.
+        resumed_ranks: the number of processes of the resumed runs; 0: as before.
+        needs: returns why a script with this reference can't be run so; "" if it can.
+    """
+
+    name: str
+    text: str
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    num_parts: int = 1
+    dtype: str = ""
+    recomputes: bool = False
+    resumes: int = 0
+    resumed_ranks: int = 0
+    needs: Callable[[Record], str] = lambda reference: ""
+
+    @property
+    def is_by_this_library(self) -> bool:
+        """Whether the layout is made by flags of `accelerate launch`, or by the Accelerator."""
+        return bool(self.flags or self.num_parts > 1 or self.recomputes or self.resumes)
+
+
+def _accelerated(reference: Record) -> str:
+    return "" if "Accelerator" in reference.uses else "the script doesn't use the Accelerator"
+
+
+def _accumulating(reference: Record) -> str:
+    if "accumulate" not in reference.uses:
+        return "the script doesn't call accelerator.accumulate()"
+    return _accelerated(reference)
+
+
+_FSDP: Final = ("--use_fsdp", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "--fsdp_min_num_params", "1")
+_FSDP2: Final = (*_FSDP, "--fsdp_version", "2")
+
+#: In the order of the report.
+LAYOUTS: Final = (
+    Layout("ranks2", "2 processes that share each batch", 2),
+    Layout("ranks4", "4 processes that share each batch", 4),
+    Layout("parts2", "each batch in 2 micro-batches", num_parts=2, needs=_accumulating),
+    Layout("parts4", "each batch in 4 micro-batches", num_parts=4, needs=_accumulating),
+    Layout("ranks2_parts2", "2 processes, each batch in 2 micro-batches", 2, num_parts=2, needs=_accumulating),
+    Layout("fsdp2", "2 processes, sharded by FSDP 2", 2, _FSDP2, needs=_accelerated),
+    Layout(
+        "hsdp",
+        "4 processes: 2 copies, each sharded over 2",
+        4,
+        (
+            *_FSDP2,
+            "--use_parallelism_config",
+            "--parallelism_config_dp_replicate_size",
+            "2",
+            "--parallelism_config_dp_shard_size",
+            "2",
+        ),
+        needs=_accelerated,
+    ),
+    Layout("fsdp1", "2 processes, sharded by FSDP 1", 2, (*_FSDP, "--fsdp_version", "1"), needs=_accelerated),
+    Layout("recompute", "activations computed again", recomputes=True, needs=_accelerated),
+    Layout("compile", "torch.compile", flags=("--dynamo_backend", "aot_eager"), needs=_accelerated),
+    Layout("resume", "stopped and resumed, twice", resumes=2, needs=_accelerated),
+    Layout(
+        "resume_ranks",
+        "2 processes, stopped, resumed on 1",
+        2,
+        resumes=1,
+        resumed_ranks=1,
+        needs=_accelerated,
+    ),
+)
+
+
+def chosen(names: str | None) -> tuple[Layout, ...]:
+    """Return the layouts with these names, separated by commas; None means all.
+
+    Raises:
+        KeyError: no layout has such a name.
+    """
+    if names is None:
+        return LAYOUTS
+    known = {layout.name: layout for layout in LAYOUTS}
+    return tuple(known[name] for name in names.replace(",", " ").split())

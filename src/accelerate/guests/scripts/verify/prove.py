@@ -1,0 +1,158 @@
+"""Run a script as one process and in layouts, and compare them update by update."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, final
+
+from .conditions import Conditions
+from .findings import BASES, Bounds, Finding, History, first_difference
+from .layouts import Layout
+from .record import Record
+from .runs import Runs, VerificationError
+
+#: A batch of as many samples can be shared by four processes, or cut into four parts.
+_MULTIPLE: Final = 4
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one layout.
+
+    Attributes:
+        state: "agrees", "differs", "skipped" or "failed".
+        why: the reason of a skipped or failed layout.
+    """
+
+    layout: Layout
+    state: str
+    why: str = ""
+    finding: Finding | None = None
+    seconds: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Proof:
+    """The outcomes of all layouts.
+
+    Attributes:
+        dtype: the dtype that all runs computed in.
+        num_updates: the number of updates of the reference.
+        notes: what was left out of the comparison, and why.
+    """
+
+    script: Path
+    dtype: str
+    num_updates: int
+    outcomes: list[Outcome]
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def exit_code(self) -> int:
+        """0: all layouts that could be run agree; 1: one differs; 2: none could be run, or one failed."""
+        states = [outcome.state for outcome in self.outcomes]
+        if "differs" in states:
+            return 1
+        return 2 if "failed" in states or "agrees" not in states else 0
+
+
+def prove(
+    script: Path, arguments: Sequence[str], num_steps: int, layouts: Iterable[Layout], dtype: str | None = None
+) -> Proof:
+    """Train with `script` as one process and in `layouts`, and return what differs.
+
+    Args:
+        dtype: the dtype to compute in; None means float64 where the script allows it, else its own.
+
+    Raises:
+        VerificationError: the script doesn't run as one process.
+    """
+    with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as name:
+        return _Prover(Runs(Path(name), script, list(arguments), num_steps), dtype).prove(layouts)
+
+
+@final
+class _Prover:
+    def __init__(self, runs: Runs, dtype: str | None) -> None:
+        self._runs = runs
+        self._notes: list[str] = []
+        self._conditions = Conditions(
+            runs.num_steps, splits_batches=True, multiple=_MULTIPLE, dtype=dtype or "float64", keeps_tensors=True
+        )
+        self._may_fall_back = dtype is None
+
+    def prove(self, layouts: Iterable[Layout]) -> Proof:
+        records = self._reference()
+        reference = records[0]
+        history = History.of(records)
+        reordered = History.of(self._run("sums in another order", replace(self._conditions, reorders=True)))
+        dtype = self._conditions.dtype or ("bfloat16" if reference.is_rounded else "float32")
+        bounds = Bounds.of(BASES.get(dtype, BASES["float32"]), history, reordered)
+        outcomes = [self._outcome(layout, reference, history, bounds) for layout in layouts]
+        return Proof(self._runs.script, dtype, len(history.steps), outcomes, self._notes)
+
+    def _reference(self) -> list[Record]:
+        try:
+            return self._run("1 process", self._conditions)
+        except VerificationError as error:
+            if not self._may_fall_back:
+                raise
+            self._conditions = replace(self._conditions, dtype="")
+            try:
+                found = self._run("1 process", self._conditions)
+            except VerificationError:
+                raise error from None
+            self._notes.append("The script can't compute in float64, so differences may hide in rounding.")
+            return found
+
+    def _run(self, title: str, conditions: Conditions, layout: Layout | None = None, ranks: int = 0) -> list[Record]:
+        return self._runs.observe_under(conditions, title, layout, ranks or (1 if layout is None else layout.ranks))
+
+    def _outcome(self, layout: Layout, reference: Record, history: History, bounds: Bounds) -> Outcome:
+        why = layout.needs(reference)
+        if not why and layout.ranks > 1 and not {"Accelerator", "group"} & set(reference.uses):
+            why = "the script is for one process"
+        if not why and layout.ranks > 1 and reference.draws:
+            why = "the loop draws random numbers, and each process draws its own"
+        if why:
+            return Outcome(layout, "skipped", why)
+        began = time.monotonic()
+        try:
+            run = self._history(layout, len(history.steps))
+        except VerificationError as error:
+            return Outcome(layout, "failed", str(error), seconds=time.monotonic() - began)
+        finding = first_difference(layout, history, run, bounds)
+        state = "agrees" if finding is None else "differs"
+        return Outcome(layout, state, finding=finding, seconds=time.monotonic() - began)
+
+    def _history(self, layout: Layout, num_steps: int) -> History:
+        conditions = replace(
+            self._conditions, num_parts=layout.num_parts, recomputes=layout.recomputes, num_steps=num_steps
+        )
+        if not layout.resumes:
+            return History.of(self._run(layout.name, conditions, layout))
+        runs: list[list[Record]] = []
+        each = max(num_steps // (layout.resumes + 1), 1)
+        saved = ""
+        for number in range(layout.resumes + 1):
+            is_last = number == layout.resumes
+            folder = str(self._runs.folder / f"{layout.name}_{number}")
+            done = each * number
+            part = replace(
+                conditions,
+                num_steps=num_steps - done,
+                saves_at=0 if is_last else each,
+                save_to=folder,
+                resumes_from=saved,
+                steps_before=done,
+            )
+            ranks = layout.resumed_ranks if number and layout.resumed_ranks else layout.ranks
+            runs.append(self._run(f"{layout.name}, part {number + 1}", part, layout, ranks))
+            saved = folder
+        return History.of(*runs)

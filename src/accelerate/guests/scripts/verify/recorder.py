@@ -1,0 +1,358 @@
+"""What one process does, recorded by hooks on torch and on the Accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from ....accelerator import Accelerator
+from ....data_loader import PreparedLoader
+from ....parallel.rebind import canonical_name
+from ....torch_private.modules import batch_fetchers
+from ....training.optimizer import AcceleratedOptimizer
+from .conditions import Conditions
+from .moments import Places
+from .record import Moments, Record, Step
+
+_OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
+_BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_WRAPPED: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@final
+class Recorder:
+    """A recorder of this process's training, which ends the process after the last step."""
+
+    def __init__(self, folder: Path, script: Path, conditions: Conditions) -> None:
+        self._folder, self._script, self._conditions = folder, str(script), conditions
+        self._record = Record()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._random_state: bytes | None = None  # at the last backward pass of this pass through a loader
+        self._depth = 0
+        self._places = Places()
+        self._roots: dict[str, torch.nn.Module] | None = None
+        self._accelerators: list[Accelerator] = []
+        self._batch: list[int] = []  # the indices that were read last
+        self._samples: dict[int, list[list[int]]] = {}  # since the last step, by optimizer
+        self._read: list[list[int]] = []  # the batch of each backward pass so far
+        self._losses: list[float] = []  # since the last step
+        self._before_clipping: dict[str, Moments | None] | None = None
+        self._norm: float | None = None
+        self._gradients: dict[str, Moments | None] = {}
+        self._line = 0  # of the script's last backward pass
+        self._is_resumed = not conditions.resumes_from
+        self._has_saved = False
+
+    # -- hooks -----------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Begin to record torch and the Accelerator in this process."""
+        wrap(torch.autograd, "backward", self._recording)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        wrap(torch.autocast, "__enter__", self._noting)
+        wrap(DataLoader, "__iter__", self._beginning)
+        wrap(Accelerator, "__init__", self._with_accelerator)
+        wrap(Accelerator, "accumulate", self._using("accumulate"))
+        wrap(Accelerator, "log", self._logging)
+        wrap(torch.distributed, "init_process_group", self._using("group"))
+        if self._conditions.keeps_tensors:
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                wrap(module, "clip_grad_norm_", self._clipping)
+            wrap(Accelerator, "clip_grad_norm_", self._clipping)
+            by_index, of_stream = batch_fetchers()
+            wrap(by_index, "fetch", self._fetching)
+            wrap(of_stream, "fetch", self._using("stream"))
+            wrap(PreparedLoader, "__iter__", self._resuming)
+
+    def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
+        def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+            if self._depth == 0:  # not when activation checkpointing recomputes a part
+                each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                loss = sum(float(tensor.detach().double().mean()) for tensor in each)
+                self._record.losses.append(loss)
+                self._losses.append(loss)
+                self._read.append(self._batch)
+                self._line = self._line_of(sys._getframe(1))
+                self._note_draws()
+            self._depth += 1
+            try:
+                backward(tensors, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return recorded
+
+    def _note_draws(self) -> None:
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        self._record.draws |= self._random_state not in (None, state)
+        self._random_state = state
+
+    def _noting(self, enter: Callable[..., object]) -> Callable[..., object]:
+        def noting(context: object) -> object:
+            entered = enter(context)
+            self._record.is_rounded |= torch.is_autocast_enabled("cpu")
+            return entered
+
+        return noting
+
+    def _beginning(self, begin: Callable[..., object]) -> Callable[..., object]:
+        def beginning(loader: object) -> object:
+            self._random_state = None  # the order of a shuffled pass is drawn when it begins
+            return begin(loader)
+
+        return beginning
+
+    def _use(self, name: str) -> None:
+        if name not in self._record.uses:
+            self._record.uses.append(name)
+
+    def _using(self, name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def wrapped(call: Callable[..., object]) -> Callable[..., object]:
+            def called(*args: object, **kwargs: object) -> object:
+                self._use(name)
+                return call(*args, **kwargs)
+
+            return called
+
+        return wrapped
+
+    def _with_accelerator(self, make: Callable[..., object]) -> Callable[..., object]:
+        def made(accelerator: Accelerator, *args: object, **kwargs: object) -> None:
+            self._use("Accelerator")
+            make(accelerator, *args, **kwargs)
+            self._accelerators.append(accelerator)
+
+        return made
+
+    def _logging(self, log: Callable[..., object]) -> Callable[..., object]:
+        def logged(accelerator: Accelerator, values: Mapping[str, Any], *args: object, **kwargs: object) -> object:
+            found = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+            self._record.logged.append(found)
+            return log(accelerator, values, *args, **kwargs)
+
+        return logged
+
+    def _fetching(self, fetch: Callable[..., object]) -> Callable[..., object]:
+        def fetched(fetcher: object, index: object) -> object:
+            if isinstance(index, list):
+                self._batch = [one if isinstance(one, int) else int(one) for one in index]
+                if self._conditions.reorders:
+                    index = index[::-1]
+            return fetch(fetcher, index)
+
+        return fetched
+
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clipped(*args: object, **kwargs: object) -> Any:
+            if self._depth:
+                return clip(*args, **kwargs)
+            self._depth += 1
+            try:
+                if self._before_clipping is None:
+                    self._before_clipping = self._gradients_now()
+                norm = clip(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            self._norm = float(norm) if isinstance(norm, (int, float, torch.Tensor)) else None
+            return norm
+
+        return clipped
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer) or not self._conditions.keeps_tensors:
+            return
+        self._gradients = self._before_clipping if self._before_clipping is not None else self._gradients_now()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer):  # whose own optimizer is counted
+            return
+        if not any(known is optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._record.num_steps += 1
+        if self._conditions.keeps_tensors:
+            self._keep(optimizer)
+        if self._record.num_steps >= self._conditions.num_steps and not self._conditions.saves_at:
+            self.end()
+
+    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
+        number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
+        names = self._names()
+        trained = {
+            names[id(parameter)]: parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        is_flat = self._is_flat()
+        gradients, norm = self._gradients, self._norm
+        self._before_clipping, self._norm = None, None
+        seen = sum(len(step.samples) for step in self._record.steps if step.optimizer == number)
+        states = {
+            f"{name}.{key}": value
+            for name, parameter in trained.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        step = Step(
+            number,
+            self._read[seen:],
+            self._losses,
+            {} if is_flat else {name: gradients.get(name) for name, one in trained.items() if one.requires_grad},
+            norm,
+            [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            {**self._weights_now()},
+            {} if is_flat else {**self._places.moments_of(states)},
+            [self._line_of(sys._getframe(1)), self._line],
+        )
+        self._losses = []
+        self._record.steps.append(step)
+
+    def _line_of(self, frame: FrameType | None) -> int:
+        """Return the line of the script that is being run."""
+        while frame is not None:
+            if frame.f_code.co_filename == self._script:
+                return frame.f_lineno
+            frame = frame.f_back
+        return 0
+
+    # -- models ----------------------------------------------------------------------------------------
+
+    def _models(self) -> dict[str, torch.nn.Module]:
+        """Return the models of this process by prefix: "" for a single one, else their classes' names."""
+        if self._roots is None:
+            objects = gc.get_objects()
+            modules = [one for one in objects if issubclass(type(one), torch.nn.Module)]
+            optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
+            trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+            inner = {id(child) for module in modules for child in module.children()}
+            roots = [one for one in modules if id(one) not in inner and any(True for _ in one.parameters())]
+            # Trained models first, in the order in which the script made them: wrappers come later than copies.
+            order = {id(one): number for number, one in enumerate(modules)}
+            roots.sort(key=lambda root: (trained.isdisjoint(map(id, root.parameters())), order[id(_unwrapped(root))]))
+            found: dict[str, torch.nn.Module] = {}
+            known: set[int] = set()
+            for root in roots:
+                own = {id(parameter) for parameter in root.parameters()}
+                if own <= known:  # another wrapper around the same parameters
+                    continue
+                known |= own
+                name = type(_unwrapped(root)).__name__
+                found[f"{name}{sum(other.split('#')[0] == name for other in found) or ''}"] = root
+            self._roots = {"": next(iter(found.values()))} if len(found) == 1 else found
+        return self._roots
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for prefix, root in self._models().items():
+            for name, parameter in _unwrapped(root).named_parameters():
+                yield f"{prefix}.{canonical_name(name)}".lstrip("."), parameter
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._named()}
+
+    def _is_flat(self) -> bool:
+        """Return whether FSDP 1 holds parameters in flat pieces, whose gradients have no shape of their own."""
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        return any(isinstance(module, fsdp) for root in self._models().values() for module in root.modules())
+
+    def _gradients_now(self) -> dict[str, Moments | None]:
+        if self._is_flat():  # a rank's piece of a flat parameter
+            return {}
+        found = {name: parameter.grad for name, parameter in self._named()}
+        given = {name: gradient for name, gradient in found.items() if gradient is not None}
+        moments = self._places.moments_of(given)
+        return {name: moments.get(name) for name, gradient in found.items()}
+
+    def _weights_now(self) -> dict[str, Moments | None]:
+        if self._is_flat():
+            accelerator = self._accelerators[-1]
+            held = [one for model in accelerator._models for one in accelerator.strategy.state.held_tensors(model)]
+            return {**self._places.of_held(held)}
+        return {**self._places.moments_of({name: parameter.detach() for name, parameter in self._named()})}
+
+    # -- stop and resume -------------------------------------------------------------------------------
+
+    def _resuming(self, iterate: Callable[..., Iterator[object]]) -> Callable[..., object]:
+        def iterated(loader: object) -> Iterator[object]:
+            if not self._is_resumed:
+                self._is_resumed = True
+                self._accelerators[-1].load_state(self._conditions.resumes_from)
+            for batch in iterate(loader):
+                yield batch
+                if self._conditions.saves_at and self._record.num_steps >= self._conditions.saves_at:
+                    self._accelerators[-1].save_state(self._conditions.save_to)
+                    self.end()
+
+        return iterated
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write the record if this process has trained."""
+        record = self._record
+        if not record.losses:
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            record.rank, record.num_processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    weight = parameter.detach().double()
+                    record.weights.append((float(weight.sum()), float(weight.abs().sum())))
+        record.normalizes = [
+            type(found).__name__
+            for found in gc.get_objects()
+            if issubclass(type(found), _BATCH_NORMS) and found.training
+        ]
+        record.write(self._folder)
+
+    def end(self) -> None:
+        """Write the record and end the process without the end of the script, which writes files."""
+        self.write()
+        until = time.monotonic() + _OTHERS_SECONDS
+        while time.monotonic() < until and len(list(self._folder.glob("rank_*.json"))) < self._record.num_processes:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of wrappers."""
+    for name in _WRAPPED:
+        inner = module._modules.get(name)
+        if inner is not None and len(module._modules) == 1:
+            return _unwrapped(inner)
+    return module
+
+
+def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function or method of `owner` by `wrapped(function)`."""
+    before: Callable[..., Any] = getattr(owner, name)
+    setattr(owner, name, functools.wraps(before)(wrapped(before)))
+
+
+def seed_everything() -> None:
+    """Seed torch, Python and NumPy."""
+    torch.manual_seed(0)
+    random.seed(0)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(0)

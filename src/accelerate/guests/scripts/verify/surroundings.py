@@ -1,0 +1,204 @@
+"""The conditions of a run, made in its processes: equal for all runs that are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Sized
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from ....accelerator import Accelerator
+from ....nested import recursively_apply
+from ....plugins.data import DataLoaderConfiguration
+from ....plugins.recompute import ActivationCheckpointing
+from ....torch_private.modules import batch_fetchers
+from .conditions import Conditions
+from .recorder import seed_everything, wrap
+
+#: Layers that almost every model has; others may have no block that is repeated.
+_LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
+_DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def apply(conditions: Conditions, folder: Path) -> None:
+    """Give this process the conditions of the run: seeds, no dropout, shared batches, the CPU, and no files."""
+    seed_everything()
+    for name in _DROPOUTS:
+        # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
+        wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
+    wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+    if conditions.splits_batches:
+        wrap(DataLoader, "__init__", partial(_with_full_batches, conditions))
+    if conditions.splits_batches or conditions.num_parts > 1 or conditions.recomputes or conditions.dtype:
+        wrap(Accelerator, "__init__", partial(_under, conditions))
+    if conditions.dtype:
+        _compute_in(getattr(torch, conditions.dtype))
+    _keep_saves_in(folder)
+    _without_cuda()
+
+
+def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
+    def attended(
+        query: object, key: object, value: object, attn_mask: object = None, dropout_p: float = 0.0, *rest: object,
+        **kwargs: object,
+    ) -> object:  # fmt: skip
+        return attention(query, key, value, attn_mask, 0.0, *rest, **kwargs)
+
+    return attended
+
+
+def _with_full_batches(conditions: Conditions, make: Callable[..., object]) -> Callable[..., object]:
+    """Return a loader constructor with batches that can be shared, without the incomplete last one of a pass."""
+
+    def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
+        if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
+            batch_size += -batch_size % conditions.multiple
+            with contextlib.suppress(TypeError):  # a stream has no length
+                if len(dataset) >= batch_size:
+                    kwargs["drop_last"] = True
+            batch_size //= conditions.num_parts
+        if conditions.keeps_tensors and len(args) < 4:  # samples are noted in this process
+            kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
+        make(loader, dataset, batch_size, *args, **kwargs)
+
+    return made
+
+
+def _under(conditions: Conditions, make: Callable[..., object]) -> Callable[..., object]:
+    """Return a constructor of Accelerators with the conditions."""
+
+    def made(accelerator: object, *args: object, **kwargs: Any) -> None:
+        if conditions.splits_batches:
+            given = kwargs.get("dataloader_config")
+            configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
+            configuration.split_batches = True
+            kwargs["dataloader_config"] = configuration
+        if conditions.num_parts > 1:
+            plugin = kwargs.get("gradient_accumulation_plugin")
+            if plugin is not None:
+                plugin.num_steps *= conditions.num_parts
+            else:
+                kwargs["gradient_accumulation_steps"] = (
+                    kwargs.get("gradient_accumulation_steps", 1) * conditions.num_parts
+                )
+        if conditions.recomputes:
+            kwargs["kwargs_handlers"] = [
+                *(kwargs.get("kwargs_handlers") or ()),
+                ActivationCheckpointing(modules=list(_LAYERS)),
+            ]
+        if conditions.dtype:
+            kwargs["mixed_precision"] = "no"
+        make(accelerator, *args, **kwargs)
+
+    return made
+
+
+def _compute_in(dtype: torch.dtype) -> None:
+    """Make parameters, and what loaders return, of `dtype`, and leave autocast without effect."""
+    torch.set_default_dtype(dtype)
+
+    def casting(fetch: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args, **kwargs: recursively_apply(_to(dtype), fetch(*args, **kwargs))
+
+    for fetcher in batch_fetchers():
+        wrap(fetcher, "fetch", casting)
+    wrap(
+        Accelerator,
+        "prepare_model",
+        lambda prepare: lambda self, model, *args, **kwargs: prepare(self, model.to(dtype), *args, **kwargs),
+    )
+    wrap(
+        torch.autocast,
+        "__init__",
+        lambda make: lambda self, *args, **kwargs: make(self, *args, **{**kwargs, "enabled": False}),
+    )
+
+
+def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _keep_saves_in(folder: Path) -> None:
+    """Save the script's files in `folder`, whether by torch or by the Accelerator, so that no checkpoint changes."""
+
+    def place(file: object) -> object:
+        if not isinstance(file, (str, os.PathLike)):
+            return file
+        name = hashlib.sha256(os.path.abspath(os.fspath(file)).encode()).hexdigest()
+        return folder / f"saved_{name}.pt"
+
+    def saving(save: Callable[..., object]) -> Callable[..., object]:
+        return lambda obj, f, *args, **kwargs: save(obj, place(f), *args, **kwargs)
+
+    def writing(write: Callable[..., object]) -> Callable[..., object]:
+        return lambda accelerator, obj, f, *args, **kwargs: write(accelerator, obj, place(f), *args, **kwargs)
+
+    def loading(load: Callable[..., object]) -> Callable[..., object]:
+        def load_from_there(f: object, *args: object, **kwargs: object) -> object:
+            saved = place(f)
+            return load(saved if isinstance(saved, Path) and saved.exists() else f, *args, **kwargs)
+
+        return load_from_there
+
+    wrap(torch, "save", saving)
+    wrap(torch, "load", loading)
+    wrap(Accelerator, "save", writing)
+
+
+@final
+class _OnHost(TorchFunctionMode):
+    """A mode that computes on the CPU, for scripts with the name of a missing GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items()}
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_on_host, args[1:]))
+        return func(*args, **kwargs)
+
+
+def _on_host(value: object) -> object:
+    if isinstance(value, (torch.device, str)) and str(value).partition(":")[0] == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+def _without_cuda() -> None:
+    """Let a script that uses GPUs run without one."""
+    if torch.cuda.is_available():
+        return
+    _OnHost().__enter__()
+    for name in ("set_device", "synchronize"):
+        wrap(torch.cuda, name, lambda _: lambda *_, **__: None)
+    wrap(torch.nn.Module, "cuda", lambda _: lambda module, *_, **__: module)
+    wrap(torch.distributed, "init_process_group", _through_gloo)
+    wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _without_device_ids)
+
+
+def _through_gloo(begin: Callable[..., object]) -> Callable[..., object]:
+    def begun(backend: str | None = None, *args: object, **kwargs: object) -> None:
+        begin("gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None})
+
+    return begun
+
+
+def _without_device_ids(make: Callable[..., object]) -> Callable[..., object]:
+    def made(
+        ddp: object,
+        module: object,
+        device_ids: object = None,
+        output_device: object = None,
+        *rest: object,
+        **options: object,
+    ) -> None:
+        make(ddp, module, None, None, *rest, **options)
+
+    return made

@@ -1,0 +1,81 @@
+"""``accelerate verify script.py``: train some updates as one process and in layouts, and say what differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ...commands.parser import Subparsers, command_parser, run_with_script_arguments
+from .options import add_num_steps
+
+_DESCRIPTION: Final = (
+    "Train some updates with a script as one process, then in layouts: more processes, sharded, in micro-batches, "
+    "stopped and resumed. Say for each whether it trains the same, and if not, the first difference. All runs use the "
+    "CPU, without dropout, and write nothing of the script's. The script's arguments follow after --."
+)
+
+
+def verify_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate verify``."""
+    parser = command_parser("verify", _DESCRIPTION, subparsers)
+    parser.add_argument("script", type=Path, nargs="?", help="The Python file to run.")
+    add_num_steps(parser)
+    parser.add_argument("--layouts", metavar="NAMES", help="The layouts to run, separated by commas (default: all).")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        help="The dtype to compute in (default: float64 if the script allows it, else its own).",
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="Write what was compared to FILE, as JSON.")
+    parser.add_argument("--explain", metavar="CODE", help="Say what a finding's code stands for, and end.")
+    parser.set_defaults(func=verify_command, script_args=[])
+    return parser
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Run the layouts, print the table, and return 0 (all agree), 1 (one differs) or 2 (one couldn't be run)."""
+    from .verify.findings import CODES
+    from .verify.layouts import LAYOUTS, chosen
+    from .verify.prove import prove
+    from .verify.report import as_json, as_text
+    from .verify.runs import VerificationError
+
+    if args.explain:
+        text = CODES.get(args.explain.upper())
+        print(f"{args.explain.upper()}: {text}" if text else f"{args.explain}: the codes are {', '.join(CODES)}.")
+        return 0 if text else 2
+    if args.script is None or not args.script.is_file():
+        print(f"accelerate verify: {args.script or 'no script was given'}: there is no such file.", file=sys.stderr)
+        return 2
+    try:
+        layouts = chosen(args.layouts)
+    except KeyError as error:
+        names = ", ".join(layout.name for layout in LAYOUTS)
+        print(f"accelerate verify: --layouts {error.args[0]}: no such layout; there are {names}.", file=sys.stderr)
+        return 2
+    print(f"Comparing {args.num_steps} updates on the CPU, without dropout ...", file=sys.stderr, flush=True)
+    try:
+        proof = prove(args.script, args.script_args, args.num_steps, layouts, args.dtype)
+    except VerificationError as error:
+        print(f"accelerate verify: {error}", file=sys.stderr)
+        return 2
+    if args.report:
+        args.report.write_text(json.dumps(as_json(proof), indent=2) + "\n")
+    print(as_text(proof))
+    return proof.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate verify`` and return its exit code."""
+    try:
+        return run_with_script_arguments(verify_command_parser(), arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

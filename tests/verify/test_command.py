@@ -1,0 +1,102 @@
+"""The command `accelerate verify`: its layouts, its exit codes, and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accelerate.guests.scripts.verify.findings import CODES, distance, together
+from accelerate.guests.scripts.verify.record import Moments
+from accelerate.guests.scripts.verify_command import main
+from tests.slow import slow_for
+from tests.verify.corpus import LOOP
+
+pytestmark = pytest.mark.timeout(600)
+
+PLAIN = """\
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs in torch.utils.data.DataLoader(torch.randn(32, 3), 4):
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--explain", "v02"]) == 0
+    assert capsys.readouterr().out == f"V02: {CODES['V02']}\n"
+    assert main(["--explain", "V99"]) == 2
+    assert "the codes are V01, " in capsys.readouterr().out
+
+
+def test_a_script_and_layouts_that_are_not_there_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none.py")]) == 2
+    assert "none.py: there is no such file" in capsys.readouterr().err
+    (tmp_path / "train.py").write_text("")
+    assert main([str(tmp_path / "train.py"), "--layouts", "ranks2,ranks3"]) == 2
+    assert "--layouts ranks3: no such layout; there are ranks2, ranks4, " in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_train_is_refused_with_what_it_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('no data in /nowhere')")
+    assert main([str(script), "--layouts", "ranks2"]) == 2
+    assert "no data in /nowhere" in capsys.readouterr().err
+
+
+@slow_for("several runs of a script", "corpus")
+def test_layouts_that_a_script_cannot_be_run_in_are_skipped_and_the_report_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN)
+    assert main([str(script), "--num_steps", "2", "--report", str(tmp_path / "out.json")]) == 2
+    assert "skipped: the script is for one process" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {layout["state"] for layout in report["layouts"]} == {"skipped"} and report["updates"] == 2
+
+
+@slow_for("several runs of a script", "corpus")
+def test_nothing_is_written_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(LOOP + "            torch.save(model.state_dict(), 'model.pt')\n")
+    assert main([str(script), "--num_steps", "3", "--layouts", "parts2"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+# -- moments -----------------------------------------------------------------------------------------------
+
+
+def moments(values: list[float], start: int = 0, size: int | None = None) -> Moments:
+    size = len(values) if size is None else size
+    projection = sum(value * (0.5 - (place % 3)) for place, value in enumerate(values, start))
+    return Moments(
+        len(values), size, sum(values), sum(map(abs, values)), sum(v * v for v in values), projection, "float64"
+    )
+
+
+def test_parts_of_a_tensor_are_put_together_and_copies_are_compared() -> None:
+    whole = moments([1.0, -2.0, 3.0, 4.0])
+    parts = [moments([1.0, -2.0], 0, 4), moments([3.0, 4.0], 2, 4)]
+    assert together(parts).moments == whole
+    assert together([*parts, *parts]).moments == whole  # two copies, each over two ranks
+    assert together([whole, whole]) == (whole, False)
+    assert together([whole, moments([1.0, -2.0, 3.0, 4.1])]).differs
+    assert together([whole, None]).differs and together([None, None]).moments is None
+
+
+def test_a_distance_is_relative_and_finds_one_element() -> None:
+    whole, near = moments([1.0, -2.0, 3.0, 4.0]), moments([1.0, -2.0, 3.0, 4.0 + 1e-6])
+    assert distance(whole, whole, 0.0) == 0.0
+    assert 1e-8 < distance(whole, near, 0.0) < 1e-6
+    assert distance(whole, near, 1e6) < 1e-11  # small beside the others
+    assert distance(whole, moments([1.0, -2.0, 3.0, float("nan")]), 0.0) == float("inf")
