@@ -54,6 +54,30 @@ for epoch in range(3):
             scheduler.step()
             optimizer.zero_grad()
 """
+#: A loop with torch's own DDP.
+BY_HAND: Final = """\
+import torch
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("nccl")
+torch.manual_seed(1)
+x = torch.randn(64, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(3):
+    loader.sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 # -- pieces of it ------------------------------------------------------------------------------------------
 
 PREPARE: Final = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
@@ -130,6 +154,7 @@ RIGHT: Final = {
     "unshuffled": Script(((", shuffle=True", ""),)),
     "layer_norm": Script(gate("nn.LayerNorm(16)")),
     "group_norm": Script(gate("nn.GroupNorm(4, 16)")),
+    "by_hand": Script(layouts="ranks2,ranks4", base=BY_HAND),
     "centered": Script(((ADAM, "RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True)"),)),
 }
 
@@ -187,6 +212,27 @@ FAULTS: Final = {
         "V03",
         "gradient",
         factor=0.5,
+    ),
+    "by_hand_without_a_sampler": Script(
+        ((", sampler=DistributedSampler(data)", ", shuffle=True"), ("    loader.sampler.set_epoch(epoch)\n", "")),
+        "ranks2",
+        "V01",
+        "samples",
+        base=BY_HAND,
+    ),
+    "by_hand_without_a_mean": Script(
+        (
+            ("model = DistributedDataParallel(", "model = ("),
+            (
+                "loss.backward()\n",
+                "loss.backward()\n        for p in model.parameters():\n            dist.all_reduce(p.grad)\n",
+            ),
+        ),
+        "ranks2",
+        "V02",
+        "gradient",
+        factor=2.0,
+        base=BY_HAND,
     ),
     "decay_by_ranks": Script(
         (("lr=1e-2)", "lr=1e-2, weight_decay=0.1 * accelerator.num_processes)"),), "ranks2", "V08", "parameter"

@@ -35,7 +35,7 @@ def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: 
         if found.is_by_hand:
             return [
                 _compared(
-                    runs.observe(ORIGINAL, script, ranks, splits=False, launcher="torch.distributed.run"),
+                    runs.observe(ORIGINAL, script, ranks, splits=False, by_hand=True),
                     runs.observe(title_of(ranks), converted, ranks, splits=False),
                 )
                 for ranks in (1, 2)

@@ -20,6 +20,7 @@ class Conditions:
         splits_batches: several processes share each batch of the script, and loaders give only full batches.
         multiple: full batches have a multiple of this many samples.
         num_parts: how many micro-batches each batch of the script becomes, in scripts that accumulate gradients.
+        num_shares: by how much smaller batches are, in scripts that divide the data between processes themselves.
         dtype: the dtype of parameters and inputs; "" leaves them as they are.
         reorders: reverse the samples of each batch, which changes the order of sums and nothing else.
         recomputes: compute activations again in the backward pass.
@@ -34,6 +35,7 @@ class Conditions:
     splits_batches: bool
     multiple: int = 2
     num_parts: int = 1
+    num_shares: int = 1
     dtype: str = ""
     reorders: bool = False
     recomputes: bool = False

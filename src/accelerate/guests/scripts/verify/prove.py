@@ -86,6 +86,8 @@ class _Prover:
             runs.num_steps, splits_batches=True, multiple=_MULTIPLE, dtype=dtype or "float64", keeps_tensors=True
         )
         self._may_fall_back = dtype is None
+        text = runs.script.read_text(encoding="utf-8", errors="replace")
+        self._is_by_hand = "init_process_group" in text and "Accelerator" not in text
 
     def prove(self, layouts: Iterable[Layout]) -> Proof:
         records = self._reference()
@@ -112,7 +114,10 @@ class _Prover:
             return found
 
     def _run(self, title: str, conditions: Conditions, layout: Layout | None = None, ranks: int = 0) -> list[Record]:
-        return self._runs.observe_under(conditions, title, layout, ranks or (1 if layout is None else layout.ranks))
+        ranks = ranks or (1 if layout is None else layout.ranks)
+        if self._is_by_hand:
+            conditions = replace(conditions, num_shares=ranks)
+        return self._runs.observe_under(conditions, title, layout, ranks, by_hand=self._is_by_hand)
 
     def _outcome(self, layout: Layout, reference: Record, history: History, bounds: Bounds) -> Outcome:
         why = layout.needs(reference)

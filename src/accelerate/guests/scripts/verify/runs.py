@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from ....errors import AccelerateError
+from ....ports import get_free_port
 from ....settings.env import snapshot
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _SAME_ON_TWO: Final = 1e-3
 _ROUNDED: Final = 5e-2
 _LIMIT_SECONDS: Final = 900
 _NUM_LINES: Final = 40
+_TORCHRUN: Final = ("-m", "torch.distributed.run")
 _LAUNCH: Final = ("-m", "accelerate.commands.launch", "--cpu")
 #: Environment variables with a process's rank and its visible devices.
 _OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -126,7 +128,7 @@ class Runs:
     _records: Path = Path()
 
     def observe(
-        self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, launcher: str | None = None
+        self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, by_hand: bool = False
     ) -> list[Record]:
         """Run `source` on a number of ranks (None: as a program of its own), and return the record of each."""
         from .conditions import Conditions
@@ -134,15 +136,23 @@ class Runs:
         program = self._program(Conditions(self.num_steps, splits), source)
         if ranks is None:
             command = program
-        elif launcher is not None:
-            command = ["-m", launcher, "--standalone", "--nproc_per_node", str(ranks), *program]
+        elif by_hand:
+            command = [*_torchrun(ranks), *program]
         else:
             command = [*_LAUNCH, "--num_processes", str(ranks), *program]
         return self._recorded(title, command)
 
-    def observe_under(self, conditions: Conditions, title: str, layout: Layout | None, ranks: int) -> list[Record]:
-        """Run the script in a layout (None: the reference), and return the record of each rank."""
+    def observe_under(
+        self, conditions: Conditions, title: str, layout: Layout | None, ranks: int, *, by_hand: bool = False
+    ) -> list[Record]:
+        """Run the script in a layout (None: the reference), and return the record of each rank.
+
+        Args:
+            by_hand: the script makes a process group itself, and is started by torchrun.
+        """
         program = self._program(conditions, self.script)
+        if by_hand:
+            return self._recorded(title, [*_torchrun(ranks), *program])
         flags = () if layout is None else layout.flags
         return self._recorded(title, [*_LAUNCH, "--num_processes", str(ranks), *flags, *program])
 
@@ -189,6 +199,12 @@ class Runs:
         if run.returncode != 0:
             said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
             raise VerificationError(f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}")
+
+
+def _torchrun(ranks: int) -> list[str]:
+    """Return the arguments of Python for torchrun, with a port: `--standalone` ends half a minute late."""
+    port = str(get_free_port())
+    return [*_TORCHRUN, "--nproc_per_node", str(ranks), "--master_addr", "127.0.0.1", "--master_port", port]
 
 
 def title_of(num_processes: int) -> str:

@@ -63,7 +63,7 @@ def _with_full_batches(conditions: Conditions, make: Callable[..., object]) -> C
             with contextlib.suppress(TypeError):  # a stream has no length
                 if len(dataset) >= batch_size:
                     kwargs["drop_last"] = True
-            batch_size //= conditions.num_parts
+            batch_size //= conditions.num_parts * conditions.num_shares
         if conditions.keeps_tensors and len(args) < 4:  # samples are noted in this process
             kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
         make(loader, dataset, batch_size, *args, **kwargs)
