@@ -78,6 +78,28 @@ for epoch in range(3):
         optimizer.zero_grad()
 """
 
+#: A model and an optimizer for each fold, and a parameter of no module.
+FOLDS: Final = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(1)
+x = torch.randn(64, 6)
+for fold in range(2):
+    loader = DataLoader(TensorDataset(x[fold::2], x[fold::2].sum(1, keepdim=True)), 8)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 # -- pieces of it ------------------------------------------------------------------------------------------
 
 PREPARE: Final = "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
@@ -155,6 +177,7 @@ RIGHT: Final = {
     "layer_norm": Script(gate("nn.LayerNorm(16)")),
     "group_norm": Script(gate("nn.GroupNorm(4, 16)")),
     "by_hand": Script(layouts="ranks2,ranks4", base=BY_HAND),
+    "folds": Script(layouts="ranks2", base=FOLDS),
     "centered": Script(((ADAM, "RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True)"),)),
 }
 
@@ -233,6 +256,14 @@ FAULTS: Final = {
         "gradient",
         factor=2.0,
         base=BY_HAND,
+    ),
+    "sum_of_losses_in_the_second_fold": Script(
+        ((LOSS, LOSS[:-1] + ", reduction='sum' if fold else 'mean')"),),
+        "ranks2",
+        "V02",
+        "gradient",
+        factor=0.5,
+        base=FOLDS,
     ),
     "decay_by_ranks": Script(
         (("lr=1e-2)", "lr=1e-2, weight_decay=0.1 * accelerator.num_processes)"),), "ranks2", "V08", "parameter"

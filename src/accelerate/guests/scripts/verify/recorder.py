@@ -6,14 +6,17 @@ import contextlib
 import functools
 import gc
 import hashlib
+import math
 import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -45,6 +48,9 @@ class Recorder:
         self._depth = 0
         self._places = Places()
         self._roots: dict[str, torch.nn.Module] | None = None
+        self._made: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # modules, numbered
+        self._num_made = 0
+        self._loose: dict[str, torch.nn.Parameter] = {}  # trained parameters of no module
         self._accelerators: list[Accelerator] = []
         self._batch: list[int] = []  # the indices that were read last
         self._samples: dict[int, list[list[int]]] = {}  # since the last step, by optimizer
@@ -78,6 +84,15 @@ class Recorder:
             wrap(by_index, "fetch", self._fetching)
             wrap(of_stream, "fetch", self._using("stream"))
             wrap(PreparedLoader, "__iter__", self._resuming)
+            wrap(torch.nn.Module, "__init__", self._numbering)
+
+    def _numbering(self, make: Callable[..., object]) -> Callable[..., object]:
+        def made(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+            make(module, *args, **kwargs)
+            self._made.setdefault(module, self._num_made)
+            self._num_made += 1
+
+        return made
 
     def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
@@ -178,6 +193,7 @@ class Recorder:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if isinstance(optimizer, AcceleratedOptimizer) or not self._conditions.keeps_tensors:
             return
+        self._know(optimizer)
         self._gradients = self._before_clipping if self._before_clipping is not None else self._gradients_now()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -240,28 +256,45 @@ class Recorder:
             objects = gc.get_objects()
             modules = [one for one in objects if issubclass(type(one), torch.nn.Module)]
             optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
-            trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+            trained = {
+                id(p) for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]
+            }
             inner = {id(child) for module in modules for child in module.children()}
             roots = [one for one in modules if id(one) not in inner and any(True for _ in one.parameters())]
-            # Trained models first, in the order in which the script made them: wrappers come later than copies.
-            order = {id(one): number for number, one in enumerate(modules)}
-            roots.sort(key=lambda root: (trained.isdisjoint(map(id, root.parameters())), order[id(_unwrapped(root))]))
+            roots.sort(key=lambda root: (trained.isdisjoint(map(id, root.parameters())), self._number(root)))
             found: dict[str, torch.nn.Module] = {}
             known: set[int] = set()
+            numbers = Counter[str]()
             for root in roots:
                 own = {id(parameter) for parameter in root.parameters()}
                 if own <= known:  # another wrapper around the same parameters
                     continue
                 known |= own
                 name = type(_unwrapped(root)).__name__
-                found[f"{name}{sum(other.split('#')[0] == name for other in found) or ''}"] = root
+                found[f"{name}{numbers[name] or ''}"] = root
+                numbers[name] += 1
             self._roots = {"": next(iter(found.values()))} if len(found) == 1 else found
         return self._roots
+
+    def _number(self, root: torch.nn.Module) -> float:
+        """Return when the script made a model, without its wrappers; copies have no number and come last."""
+        return self._made.get(_unwrapped(root), math.inf)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for prefix, root in self._models().items():
             for name, parameter in _unwrapped(root).named_parameters():
                 yield f"{prefix}.{canonical_name(name)}".lstrip("."), parameter
+        yield from self._loose.items()
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for models again if `optimizer` trains parameters that were not there before."""
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(id(parameter) in self._names() for parameter in trained):
+            return
+        self._roots, self._before_clipping = None, None
+        names = self._names()
+        loose = [parameter for parameter in trained if id(parameter) not in names]
+        self._loose.update({f"parameter {len(self._loose) + n}": one for n, one in enumerate(loose)})
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._named()}
