@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.training import accumulation as weighting
+from accelerate.training import window_weights as weighting
 
 LARGE = 2**24
 

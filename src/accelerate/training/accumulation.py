@@ -189,7 +189,8 @@ class GradientState:
         if window.is_complete:  # a new window: existing gradients are those of the last one
             window.has_gradients = False
         # This runs in every micro-batch, so it is fast: it doesn't use the properties below.
-        settings, loader = self.plugin_kwargs, self.loaders.active
+        settings, running = self.plugin_kwargs, self.loaders.references
+        loader = running[-1]() if running else None
         if loader is not None and loader.end_of_dataloader and settings.get("sync_with_dataloader", True):
             window.count = self._restored_count = 0
             self._restored_open = False
