@@ -1299,8 +1299,7 @@ class Accelerator(ReplaceableSteps):
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
-        clipping = Clipping(max_norm, float(norm_type), error_if_nonfinite)
-        norm = self.strategy.clip_grad_norm(parameters, clipping)
+        norm = self.strategy.clip_grad_norm(parameters, Clipping(max_norm, float(norm_type), error_if_nonfinite))
         for hook in self.gradient_state.hooks.after_clip:
             hook(norm)
         return norm
