@@ -24,11 +24,11 @@ def verify_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     parser = command_parser("verify", _DESCRIPTION, subparsers)
     parser.add_argument("script", type=Path, nargs="?", help="The Python file to run.")
     add_num_steps(parser)
-    parser.add_argument("--layouts", metavar="NAMES", help="The layouts to run, separated by commas (default: all).")
+    parser.add_argument("--layouts", metavar="NAMES", help="The layouts to run, separated by commas; without it, all.")
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32"),
-        help="The dtype to compute in (default: float64 if the script allows it, else its own).",
+        help="The dtype to compute in; without it, float64 if the script allows it, else its own.",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Write what was compared to FILE, as JSON.")
     parser.add_argument("--explain", metavar="CODE", help="Say what a finding's code stands for, and end.")
