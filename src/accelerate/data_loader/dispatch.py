@@ -127,8 +127,7 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return the plan of rank 0's pass; a stream's positions are counted in its own batches."""
         plan = super().plan(saved)
         if isinstance(self.dataset, IterableDataset):
-            num_skipped = plan.num_skipped * self.batches_per_step
-            plan = replace(plan, saved=_as_read_by_one(saved), num_skipped=num_skipped)
+            plan = replace(plan, saved=_as_read_by_one(saved), num_skipped=plan.num_skipped * self.batches_per_step)
         return replace(plan, num_first_batches=self.batches_per_step, is_only_reader=True)
 
     def agreeing_world(self, order: object) -> None:

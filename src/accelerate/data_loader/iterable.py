@@ -282,12 +282,7 @@ class UnreadWorkers:
 class StreamReader:
     """One pass over an iterable dataset, from its beginning or a resume position."""
 
-    def __init__(
-        self,
-        loader: PreparedLoader,
-        source: StreamSource,
-        plan: ReadPlan,
-    ) -> None:
+    def __init__(self, loader: PreparedLoader, source: StreamSource, plan: ReadPlan) -> None:
         saved = plan.saved
         self.loader: PreparedLoader = loader
         self.plan = plan

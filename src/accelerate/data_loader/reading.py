@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
@@ -15,6 +15,7 @@ from .sampling import BatchInfo
 T = TypeVar("T")
 
 Delivery = tuple[object, BatchInfo]
+_HOST: Final = torch.device("cpu")
 
 
 @final
@@ -34,7 +35,7 @@ class ReadPlan:
     @property
     def stays_on_host(self) -> bool:
         """Whether batches are for the host, so those on the host aren't moved."""
-        return self.device == torch.device("cpu")
+        return self.device == _HOST
 
     def place(self, batch: T) -> T:
         """Return ``batch`` on the device."""

@@ -28,7 +28,6 @@ class Conditions:
         saves_at: the number of steps after which to save the run; 0 saves nothing.
         save_to: the folder for it.
         resumes_from: a folder to resume from when the first prepared loader is read; "" begins anew.
-        steps_before: the number of steps of the runs before this one.
     """
 
     num_steps: int
@@ -43,7 +42,6 @@ class Conditions:
     saves_at: int = 0
     save_to: str = ""
     resumes_from: str = ""
-    steps_before: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Conditions:

@@ -94,7 +94,7 @@ def distance(one: Moments, other: Moments, scale: float) -> float:
         (one.total - other.total) / math.sqrt(max(one.size, 1)),
     )
     if not all(map(math.isfinite, changes)):
-        return 0.0 if repr(one[2:6]) == repr(other[2:6]) else math.inf
+        return 0.0 if repr(one[2:5]) == repr(other[2:5]) else math.inf
     return max(map(abs, changes)) / (max(one.norm, other.norm, scale) or 1.0)
 
 

@@ -1,9 +1,9 @@
-"""The layouts in which a script is run: processes, how they share the model, and what must come out equal."""
+"""The layouts of a script's runs: the number of processes, and how they share a batch and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, final
 
 from .record import Record
@@ -18,7 +18,6 @@ class Layout:
         ranks: the number of processes.
         flags: of `accelerate launch`.
         num_parts: how many micro-batches each batch becomes.
-        dtype: computes in this dtype whatever the reference computes in; "": as the reference.
         recomputes: computes activations again in the backward pass.
         resumes: how often the run is stopped and resumed.
         resumed_ranks: the number of processes of the resumed runs; 0: as before.
@@ -29,18 +28,11 @@ class Layout:
     text: str
     ranks: int = 1
     flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
     num_parts: int = 1
-    dtype: str = ""
     recomputes: bool = False
     resumes: int = 0
     resumed_ranks: int = 0
     needs: Callable[[Record], str] = lambda reference: ""
-
-    @property
-    def is_by_this_library(self) -> bool:
-        """Whether the layout is made by flags of `accelerate launch`, or by the Accelerator."""
-        return bool(self.flags or self.num_parts > 1 or self.recomputes or self.resumes)
 
 
 def _accelerated(reference: Record) -> str:

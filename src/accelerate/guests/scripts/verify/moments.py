@@ -46,14 +46,13 @@ class Places:
     def _moments(self, held: HeldTensor) -> Moments:
         dtype = str(held.dtype).removeprefix("torch.")
         if held.local is None or held.region is None or not held.local.numel():
-            return Moments(0, held.num_elements, 0.0, 0.0, 0.0, 0.0, dtype)
+            return Moments(0, held.num_elements, 0.0, 0.0, 0.0, dtype)
         values = held.local.detach().double().cpu()
         factors = self.factors(held.names[0], held).reshape(values.shape)
         return Moments(
             values.numel(),
             held.num_elements,
             float(values.sum()),
-            float(values.abs().sum()),
             float(values.square().sum()),
             float((values * factors).sum()),
             dtype,

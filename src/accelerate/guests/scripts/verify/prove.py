@@ -117,7 +117,8 @@ class _Prover:
         ranks = ranks or (1 if layout is None else layout.ranks)
         if self._is_by_hand:
             conditions = replace(conditions, num_shares=ranks)
-        return self._runs.observe_under(conditions, title, layout, ranks, by_hand=self._is_by_hand)
+        flags = () if layout is None else layout.flags
+        return self._runs.observe_under(conditions, title, self._runs.script, ranks, flags, by_hand=self._is_by_hand)
 
     def _outcome(self, layout: Layout, reference: Record, history: History, bounds: Bounds) -> Outcome:
         why = layout.needs(reference)
@@ -148,14 +149,12 @@ class _Prover:
         for number in range(layout.resumes + 1):
             is_last = number == layout.resumes
             folder = str(self._runs.folder / f"{layout.name}_{number}")
-            done = each * number
             part = replace(
                 conditions,
-                num_steps=num_steps - done,
+                num_steps=num_steps - each * number,
                 saves_at=0 if is_last else each,
                 save_to=folder,
                 resumes_from=saved,
-                steps_before=done,
             )
             ranks = layout.resumed_ranks if number and layout.resumed_ranks else layout.ranks
             runs.append(self._run(f"{layout.name}, part {number + 1}", part, layout, ranks))

@@ -17,7 +17,6 @@ class Moments(NamedTuple):
         held: the number of elements of this part.
         size: the number of elements of the whole tensor.
         total: the sum of the values.
-        absolute: the sum of the absolute values.
         square: the sum of the squares.
         projection: the sum of the values, each times a fixed number in [-1, 1] for its place in the whole tensor.
         dtype: the dtype, without "torch.".
@@ -26,7 +25,6 @@ class Moments(NamedTuple):
     held: int
     size: int
     total: float
-    absolute: float
     square: float
     projection: float
     dtype: str
@@ -42,7 +40,6 @@ class Moments(NamedTuple):
             self.held + other.held,
             self.size,
             self.total + other.total,
-            self.absolute + other.absolute,
             self.square + other.square,
             self.projection + other.projection,
             self.dtype,
@@ -50,9 +47,8 @@ class Moments(NamedTuple):
 
     def divided(self, copies: float) -> Moments:
         """Return the moments of one of several equal copies."""
-        sums = self.total, self.absolute, self.square, self.projection
-        total, absolute, square, projection = (value / copies for value in sums)
-        return Moments(round(self.held / copies), self.size, total, absolute, square, projection, self.dtype)
+        total, square, projection = (value / copies for value in (self.total, self.square, self.projection))
+        return Moments(round(self.held / copies), self.size, total, square, projection, self.dtype)
 
 
 @final
@@ -63,7 +59,6 @@ class Step:
     Attributes:
         optimizer: the number of the optimizer, in the order of first steps.
         samples: the indices of the samples of each backward pass since this optimizer's last step.
-        losses: the loss of each backward pass since the last step of any optimizer.
         gradients: by parameter, before clipping; None for a trained parameter without a gradient.
         norm: the gradient norm that the script's clipping returned; None without clipping.
         rates: the learning rate of each parameter group.
@@ -74,7 +69,6 @@ class Step:
 
     optimizer: int = 0
     samples: list[list[int]] = field(default_factory=list[list[int]])
-    losses: list[float] = field(default_factory=list[float])
     gradients: dict[str, Moments | None] = field(default_factory=dict[str, "Moments | None"])
     norm: float | None = None
     rates: list[float] = field(default_factory=list[float])
@@ -104,7 +98,6 @@ class Record:
         normalizes: the names of layers that normalise over their process's batch.
         is_rounded: the forward pass ran in bfloat16 or float16.
         uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "streams".
-        logged: the numbers that the script logged, by step.
     """
 
     rank: int = 0
@@ -117,7 +110,6 @@ class Record:
     normalizes: list[str] = field(default_factory=list[str])
     is_rounded: bool = False
     uses: list[str] = field(default_factory=list[str])
-    logged: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Record]:

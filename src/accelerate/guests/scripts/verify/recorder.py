@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import hashlib
 import math
 import os
-import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -53,15 +51,12 @@ class Recorder:
         self._loose: dict[str, torch.nn.Parameter] = {}  # trained parameters of no module
         self._accelerators: list[Accelerator] = []
         self._batch: list[int] = []  # the indices that were read last
-        self._samples: dict[int, list[list[int]]] = {}  # since the last step, by optimizer
         self._read: list[list[int]] = []  # the batch of each backward pass so far
-        self._losses: list[float] = []  # since the last step
         self._before_clipping: dict[str, Moments | None] | None = None
         self._norm: float | None = None
         self._gradients: dict[str, Moments | None] = {}
         self._line = 0  # of the script's last backward pass
         self._is_resumed = not conditions.resumes_from
-        self._has_saved = False
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -74,7 +69,6 @@ class Recorder:
         wrap(DataLoader, "__iter__", self._beginning)
         wrap(Accelerator, "__init__", self._with_accelerator)
         wrap(Accelerator, "accumulate", self._using("accumulate"))
-        wrap(Accelerator, "log", self._logging)
         wrap(torch.distributed, "init_process_group", self._using("group"))
         if self._conditions.keeps_tensors:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -98,9 +92,7 @@ class Recorder:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
             if self._depth == 0:  # not when activation checkpointing recomputes a part
                 each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                loss = sum(float(tensor.detach().double().mean()) for tensor in each)
-                self._record.losses.append(loss)
-                self._losses.append(loss)
+                self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
                 self._read.append(self._batch)
                 self._line = self._line_of(sys._getframe(1))
                 self._note_draws()
@@ -154,14 +146,6 @@ class Recorder:
 
         return made
 
-    def _logging(self, log: Callable[..., object]) -> Callable[..., object]:
-        def logged(accelerator: Accelerator, values: Mapping[str, Any], *args: object, **kwargs: object) -> object:
-            found = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-            self._record.logged.append(found)
-            return log(accelerator, values, *args, **kwargs)
-
-        return logged
-
     def _fetching(self, fetch: Callable[..., object]) -> Callable[..., object]:
         def fetched(fetcher: object, index: object) -> object:
             if isinstance(index, list):
@@ -210,12 +194,7 @@ class Recorder:
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
         names = self._names()
-        trained = {
-            names[id(parameter)]: parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        }
+        trained = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
         is_flat = self._is_flat()
         gradients, norm = self._gradients, self._norm
         self._before_clipping, self._norm = None, None
@@ -229,15 +208,13 @@ class Recorder:
         step = Step(
             number,
             self._read[seen:],
-            self._losses,
             {} if is_flat else {name: gradients.get(name) for name, one in trained.items() if one.requires_grad},
             norm,
             [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-            {**self._weights_now()},
+            self._weights_now(),
             {} if is_flat else {**self._places.moments_of(states)},
             [self._line_of(sys._getframe(1)), self._line],
         )
-        self._losses = []
         self._record.steps.append(step)
 
     def _line_of(self, frame: FrameType | None) -> int:
@@ -289,7 +266,7 @@ class Recorder:
     def _know(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for models again if `optimizer` trains parameters that were not there before."""
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(id(parameter) in self._names() for parameter in trained):
+        if self._names().keys() >= {id(parameter) for parameter in trained}:
             return
         self._roots, self._before_clipping = None, None
         names = self._names()
@@ -310,7 +287,7 @@ class Recorder:
         found = {name: parameter.grad for name, parameter in self._named()}
         given = {name: gradient for name, gradient in found.items() if gradient is not None}
         moments = self._places.moments_of(given)
-        return {name: moments.get(name) for name, gradient in found.items()}
+        return {name: moments.get(name) for name in found}
 
     def _weights_now(self) -> dict[str, Moments | None]:
         if self._is_flat():
@@ -379,13 +356,3 @@ def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Calla
     """Replace a function or method of `owner` by `wrapped(function)`."""
     before: Callable[..., Any] = getattr(owner, name)
     setattr(owner, name, functools.wraps(before)(wrapped(before)))
-
-
-def seed_everything() -> None:
-    """Seed torch, Python and NumPy."""
-    torch.manual_seed(0)
-    random.seed(0)
-    with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed(0)

@@ -17,7 +17,6 @@ from ....settings.env import snapshot
 
 if TYPE_CHECKING:
     from .conditions import Conditions
-    from .layouts import Layout
     from .record import Record
 
 ORIGINAL: Final = "original"
@@ -125,7 +124,6 @@ class Runs:
     arguments: list[str]
     num_steps: int
     _count: int = 0
-    _records: Path = Path()
 
     def observe(
         self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, by_hand: bool = False
@@ -133,42 +131,37 @@ class Runs:
         """Run `source` on a number of ranks (None: as a program of its own), and return the record of each."""
         from .conditions import Conditions
 
-        program = self._program(Conditions(self.num_steps, splits), source)
-        if ranks is None:
-            command = program
-        elif by_hand:
-            command = [*_torchrun(ranks), *program]
-        else:
-            command = [*_LAUNCH, "--num_processes", str(ranks), *program]
-        return self._recorded(title, command)
+        return self.observe_under(Conditions(self.num_steps, splits), title, source, ranks, by_hand=by_hand)
 
     def observe_under(
-        self, conditions: Conditions, title: str, layout: Layout | None, ranks: int, *, by_hand: bool = False
+        self,
+        conditions: Conditions,
+        title: str,
+        source: Path,
+        ranks: int | None,
+        flags: Sequence[str] = (),
+        *,
+        by_hand: bool = False,
     ) -> list[Record]:
-        """Run the script in a layout (None: the reference), and return the record of each rank.
+        """Run `source` under `conditions`, and return the record of each rank.
 
         Args:
+            ranks: the number of processes; None runs it as a program of its own.
+            flags: of `accelerate launch`.
             by_hand: the script makes a process group itself, and is started by torchrun.
         """
-        program = self._program(conditions, self.script)
-        if by_hand:
-            return self._recorded(title, [*_torchrun(ranks), *program])
-        flags = () if layout is None else layout.flags
-        return self._recorded(title, [*_LAUNCH, "--num_processes", str(ranks), *flags, *program])
-
-    def _program(self, conditions: Conditions, source: Path) -> list[str]:
-        """Return the arguments of Python for an observed process, in a new folder with its conditions."""
-        self._count += 1
-        self._records = self.folder / f"run_{self._count}"
-        self._records.mkdir()
-        conditions.write(self._records)
-        return ["-m", f"{__package__}.observe", str(self._records), str(source), str(self.script), *self.arguments]
-
-    def _recorded(self, title: str, command: list[str]) -> list[Record]:
         from .record import Record
 
-        self._run(title, command)
-        records = Record.read_all(self._records)
+        self._count += 1
+        folder = self.folder / f"run_{self._count}"
+        folder.mkdir()
+        conditions.write(folder)
+        launcher = (
+            () if ranks is None else _torchrun(ranks) if by_hand else (*_LAUNCH, "--num_processes", str(ranks), *flags)
+        )
+        program = ("-m", f"{__package__}.observe", str(folder), str(source), str(self.script), *self.arguments)
+        self._run(title, [*launcher, *program])
+        records = Record.read_all(folder)
         if not records or len(records) != records[0].num_processes:
             raise VerificationError(
                 f"{self.script}: the run '{title}' ended without a backward pass on every process, so there is nothing "

@@ -15,12 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ....accelerator import Accelerator
+from ....distributed.random import set_seed
 from ....nested import recursively_apply
 from ....plugins.data import DataLoaderConfiguration
 from ....plugins.recompute import ActivationCheckpointing
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
-from .recorder import seed_everything, wrap
+from .recorder import wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
@@ -29,7 +30,7 @@ _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dro
 
 def apply(conditions: Conditions, folder: Path) -> None:
     """Give this process the conditions of the run: seeds, no dropout, shared batches, the CPU, and no files."""
-    seed_everything()
+    set_seed(0)
     for name in _DROPOUTS:
         # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
         wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
