@@ -26,6 +26,7 @@ from typing import IO, Any
 import torch
 import torch._dynamo  # torch imports it with the first DDP or optimizer step: more than a second for each rank
 import torch.distributed.fsdp
+from torch.utils._pytree import tree_map_only
 
 import accelerate
 from accelerate.ports import get_free_port as free_port
@@ -86,6 +87,8 @@ def _child(
         torch.sim.set_device_count(int(environment.get("SIM_DEVICES", "1")))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         answer: tuple[bool, Any] = (True, function(*args))
+        if _DEVICE == "cuda":  # the test's process, once it holds a tensor there, can fork no other ranks
+            answer = tree_map_only(torch.Tensor, torch.Tensor.cpu, answer)
         payload = pickle.dumps(answer)
     except BaseException:  # everything, SystemExit included, is reported to the parent
         payload = pickle.dumps((False, traceback.format_exc()))

@@ -3,6 +3,7 @@
     make gpu                                          every part, at most 25 minutes, then docs/gpu.md
     python3 -m benchmarks.gpu --part b --seconds 30   one part
     python3 -m benchmarks.gpu --limit 120             every part, each for at most two minutes
+    python3 -m benchmarks.gpu --part d --only loading some rows of a part; its others stay
     python3 -m benchmarks.gpu --dry                   every part small, on the CPU, in one process
     python3 -m benchmarks.gpu --page docs/gpu.md      only the page, from the JSON that is there
 
@@ -25,6 +26,7 @@ from . import page, workers
 from .sheet import TITLES, Sheet, about_the_machine
 
 PARTS = {"a": "smoke", "b": "step", "c": "overlap", "d": "big", "e": "saves"}
+FOUND = workers.ROOT / "benchmarks" / "gpu" / "found"
 LIMITS = {"a": 270, "b": 480, "c": 240, "d": 210, "e": 270}  # seconds; 24.5 minutes in all
 
 
@@ -33,12 +35,16 @@ def limit_of(part: str, arguments: argparse.Namespace) -> float:
     return min(LIMITS[part], arguments.limit or LIMITS[part])
 
 
-def run_part(part: str, folder: Path, *, dry: bool, seconds: float, limit: float, fail: bool = False) -> None:
+def run_part(
+    part: str, folder: Path, *, dry: bool, seconds: float, limit: float, only: tuple[str, ...] = (), fail: bool = False
+) -> None:
     """Run a part for at most ``limit`` seconds in this process and write its JSON, whatever happens in it."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() and not dry else "cpu"
-    sheet = Sheet(part, folder / f"{part}.json", dry, about_the_machine(device))
+    earlier = page.read(folder, part) if only else None
+    rows = earlier["rows"] if earlier else []
+    sheet = Sheet(part, folder / f"{part}.json", dry, about_the_machine(device), rows, only)
     sheet.write()
     # The last seconds are for what is written after the last worker.
     until = time.monotonic() + limit - 10
@@ -64,10 +70,12 @@ def in_a_process(part: str, arguments: argparse.Namespace) -> None:
     limit = limit_of(part, arguments)
     command += ["--seconds", str(arguments.seconds), "--limit", str(limit)]
     command += ["--fail", *arguments.fail] if arguments.fail else []
+    command += ["--only", *arguments.only] if arguments.only else []
     environment = workers.environment_of("ours")
     if peer := workers.peer_python():
         environment["PEER_PYTHON"] = peer
-    (arguments.out / f"{part}.json").unlink(missing_ok=True)  # that of a run before
+    if not arguments.only:
+        (arguments.out / f"{part}.json").unlink(missing_ok=True)  # that of a run before
     process = subprocess.Popen(command, env=environment, cwd=workers.ROOT, start_new_session=True)
     reason = ""
     try:
@@ -89,7 +97,8 @@ def main() -> None:
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=workers.ROOT / "gpu_output", help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=FOUND, help="where the JSON goes")
+    parser.add_argument("--only", nargs="+", default=[], help="words: what is measured has one of them in its name")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each variant of a step is measured")
     parser.add_argument("--limit", type=float, help="seconds that a part may take, if fewer than its own limit")
     parser.add_argument("--dry", action="store_true", help="small, on the CPU, all parts in one process")
@@ -105,8 +114,8 @@ def main() -> None:
         start = time.monotonic()
         if arguments.dry or arguments.here:
             seconds = 0.2 if arguments.dry else arguments.seconds
-            limit, fails = limit_of(part, arguments), part in arguments.fail
-            run_part(part, arguments.out, dry=arguments.dry, seconds=seconds, limit=limit, fail=fails)
+            limit, fails, only = limit_of(part, arguments), part in arguments.fail, tuple(arguments.only)
+            run_part(part, arguments.out, dry=arguments.dry, seconds=seconds, limit=limit, only=only, fail=fails)
         else:
             print(f"{part}. {TITLES[part]} (at most {limit_of(part, arguments):.0f} s)", flush=True)
             in_a_process(part, arguments)

@@ -63,8 +63,8 @@ def background(*, dry: bool, device: str) -> dict[str, Any]:
 
     folder = tempfile.mkdtemp()
     try:
-        # Two of them lie on the disk at once, and three are written within the limit.
-        num_bytes = 1e6 if dry else min(GIGABYTES * 1e9, shutil.disk_usage(folder).free * 0.4, _rate(folder) * 30)
+        # Two of them lie on the disk at once, and three are written within the limit, in 15 s each.
+        num_bytes = 1e6 if dry else min(GIGABYTES * 1e9, shutil.disk_usage(folder).free * 0.4, _rate(folder) * 15)
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1)
         accelerator = accelerator_on(device, mixed_precision="no", project_config=project)
         width = int((num_bytes / 3 / 4 / LAYERS) ** 0.5)

@@ -46,6 +46,7 @@ class Sheet:
     dry: bool
     machine: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    only: tuple[str, ...] = ()  # words: an attempt whose name has none of them keeps the rows from before
 
     def add(
         self,
@@ -66,11 +67,16 @@ class Sheet:
         self._append(what, "measured", figure, unit, goal, met, note)
 
     def skip(self, what: str, reason: str) -> None:
-        """Add a row that says why there is no figure."""
+        """Add a row that says why there is no figure; one that is there already stays."""
+        if self.only and any(row["what"] == what for row in self.rows):
+            return
         self._append(what, "skipped", None, "", "", None, reason)
 
     def attempt(self, what: str, measure: Callable[[], None]) -> None:
         """Run ``measure``, which adds rows; an error becomes a row, and the part goes on."""
+        if self.only and not any(word in what for word in self.only):
+            return
+        self.rows = [row for row in self.rows if row["what"] != what]  # an error from before
         try:
             measure()
         except Exception as error:
@@ -91,7 +97,8 @@ class Sheet:
         self, what: str, state: str, figure: float | None, unit: str, goal: str, met: bool | None, note: str
     ) -> None:
         row = {"what": what, "state": state, "figure": figure, "unit": unit, "goal": goal, "met": met, "note": note}
-        self.rows.append(row)
+        row["date"] = self.machine["date"]
+        self.rows = [one for one in self.rows if one["what"] != what] + [row]
         self.write()
         print(f"  {self.part}  {line_of(row)}", flush=True)
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import page, workers
-from benchmarks.gpu.__main__ import LIMITS, PARTS
+from benchmarks.gpu.__main__ import FOUND, LIMITS, PARTS
 from benchmarks.gpu.sheet import Sheet, figure_of
 from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {"part", "title", "state", "error", "dry", "device", "versions", "date", "rows"}
-ROW_FIELDS = {"what", "state", "figure", "unit", "goal", "met", "note"}
+ROW_FIELDS = {"what", "state", "figure", "unit", "goal", "met", "note", "date"}
 FAILING = "c"
 
 
@@ -101,3 +101,16 @@ def test_the_peers_worker_gets_no_pythonpath(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     assert "PYTHONPATH" not in workers.environment_of("peer")
     assert workers.environment_of("ours")["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT / "src")
+
+
+def test_the_page_is_what_the_parts_found() -> None:
+    assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page.text(FOUND)
+
+
+def test_rows_that_are_not_asked_for_stay(tmp_path: Path) -> None:
+    before = [{"what": "loading", "date": "a day"}, {"what": "copied", "date": "a day"}]
+    machine = {"device": "a", "versions": {}, "date": "today"}
+    sheet = Sheet("d", tmp_path / "d.json", False, machine, before, ("loading",))
+    sheet.attempt("generation", lambda: sheet.add("generated", 1.0))
+    sheet.attempt("loading", lambda: sheet.add("loaded", 2.0))
+    assert [(row["what"], row["date"]) for row in sheet.rows] == [("copied", "a day"), ("loaded", "today")]
