@@ -263,6 +263,7 @@ def test_a_worker_that_outlives_a_killed_save_does_not_hold_its_lock(tmp_path: P
     folder = tmp_path / "ck"
     save(folder, a="old")
     reader, writer = os.pipe()
+    ready, to_parent = os.pipe()
     child = os.fork()
     if child == 0:
         replace = os.replace
@@ -271,8 +272,10 @@ def test_a_worker_that_outlives_a_killed_save_does_not_hold_its_lock(tmp_path: P
             if Path(target) == folder / "a":
                 if os.fork() == 0:
                     os.close(writer)
+                    os.write(to_parent, b".")  # fork() has returned, so the lock's copy is closed
                     os.read(reader, 1)
                     os._exit(0)
+                os.read(ready, 1)
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(source, target)
 
@@ -283,7 +286,8 @@ def test_a_worker_that_outlives_a_killed_save_does_not_hold_its_lock(tmp_path: P
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert CheckpointStore(folder).recover()
     assert contents(folder) == {"a": "new"}
-    os.close(writer)
+    for descriptor in (writer, ready, to_parent):
+        os.close(descriptor)
 
 
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
