@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, final
 
@@ -22,7 +22,11 @@ class Conditions:
         num_parts: how many micro-batches each batch of the script becomes, in scripts that accumulate gradients.
         num_shares: by how much smaller batches are, in scripts that divide the data between processes themselves.
         dtype: the dtype of parameters and inputs; "" leaves them as they are.
+        mixed_precision: of the Accelerator; "" leaves it as it is.
+        mesh: the size of each axis of parallelism that isn't 1, in place of the script's own sizes.
+        shards: the model is sharded by FSDP; if not, the script's own FSDP plugin isn't used.
         reorders: reverse the samples of each batch, which changes the order of sums and nothing else.
+        noise: how much to change each parameter at first, relative to its value.
         recomputes: compute activations again in the backward pass.
         keeps_tensors: record gradients, parameters and optimizer states of each step.
         saves_at: the number of steps after which to save the run; 0 saves nothing.
@@ -36,7 +40,11 @@ class Conditions:
     num_parts: int = 1
     num_shares: int = 1
     dtype: str = ""
+    mixed_precision: str = ""
+    mesh: dict[str, int] = field(default_factory=dict[str, int])
+    shards: bool = False
     reorders: bool = False
+    noise: float = 0.0
     recomputes: bool = False
     keeps_tensors: bool = False
     saves_at: int = 0

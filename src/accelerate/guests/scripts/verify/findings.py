@@ -15,7 +15,7 @@ from .record import Moments, Record, Step
 BASES: Final = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 #: How many times the spread of the reference a difference may be.
 SPREADS: Final = 20.0
-#: Above this bound, a comparison says nothing.
+#: Above this bound, or five times the base where that is larger, a comparison says nothing.
 MEANINGFUL: Final = 1e-2
 #: The share of the norm of all tensors that counts as the least norm of one.
 _LEAST: Final = 1e-3
@@ -39,6 +39,7 @@ CODES: Final = {
     "V12": "The number of updates differs.",
     "V13": "Gradients differ by no common factor.",
     "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
+    "V15": "Ranks exchange gradients in each micro-batch, so accumulation saves no communication.",
 }
 
 
@@ -105,18 +106,25 @@ class History:
 
     Attributes:
         steps: the steps of each rank.
+        shares: which share of the data each rank read, for each step.
+        parts: the number of the part of a stopped and resumed run, for each step.
     """
 
     steps: list[Sequence[Step]]
+    shares: list[list[int]]
+    parts: list[int]
     records: Sequence[Record]
 
     @classmethod
     def of(cls, *runs: Sequence[Record]) -> History:
         """Return the history of a run, or of one that was stopped and resumed."""
-        steps: list[Sequence[Step]] = []
-        for records in runs:
-            steps += zip(*(record.steps for record in records), strict=False)
-        return cls(steps, runs[-1])
+        found = cls([], [], [], runs[-1])
+        for part, records in enumerate(runs):
+            steps = list(zip(*(record.steps for record in records), strict=False))
+            found.steps += steps
+            found.shares += [[record.share for record in records]] * len(steps)
+            found.parts += [part] * len(steps)
+        return found
 
     def tensors(self, number: int, kind: str) -> dict[str, Value]:
         """Return the gradients, weights or states of step `number`."""
@@ -125,8 +133,9 @@ class History:
         return {name: together([one[name] for one in each if name in one]) for name in names}
 
     def samples(self, number: int) -> Counter[int]:
-        """Return how often each sample is part of step `number`, over all ranks."""
-        return Counter(index for step in self.steps[number] for batch in step.samples for index in batch)
+        """Return how often each sample is part of step `number`, over all shares of the data."""
+        readers = dict(zip(self.shares[number], self.steps[number], strict=True))
+        return Counter(index for step in readers.values() for batch in step.samples for index in batch)
 
 
 @final
@@ -157,6 +166,10 @@ class Bounds:
     def bound(self, number: int, kind: str, name: str) -> float:
         """Return the largest difference that rounding explains."""
         return max(self.base, SPREADS * self.spread.get((number, kind, name), 0.0))
+
+    def is_meaningful(self, bound: float) -> bool:
+        """Return whether a comparison with this bound says anything."""
+        return bound <= max(MEANINGFUL, 5 * self.base)
 
 
 def _scale(tensors: Mapping[str, Value]) -> float:
@@ -201,6 +214,10 @@ class _StepComparison:
             yield self._finding("learning rate", "", "V07", text, ratio)
         yield from self._of_tensors("weights")
         yield from self._of_tensors("states")
+        num_batches = len(set(map(tuple, found.samples)))
+        if 1 < num_batches <= found.num_reductions:
+            text = f"{found.num_reductions} in an update of {num_batches} micro-batches: accumulation saves nothing"
+            yield self._finding("exchange of gradients", "", "V15", text, float(found.num_reductions))
 
     def _finding(self, quantity: str, name: str, code: str, text: str, factor: float | None = None) -> Finding:
         step, backward = self._run.steps[self._number][0].place
@@ -229,7 +246,7 @@ class _StepComparison:
             if kind != "gradients" and expected.dtype != found.dtype:
                 yield self._finding(_QUANTITIES[kind], name, "V09", f"{found.dtype} in place of {expected.dtype}")
                 return
-            if bound > MEANINGFUL:
+            if not self._bounds.is_meaningful(bound):
                 continue
             if other is not None and other.differs:
                 yield self._finding(_QUANTITIES[kind], name, "V05", "its copies on the ranks differ")
@@ -240,7 +257,7 @@ class _StepComparison:
         if largest is not None:
             _, name, expected, found = largest
             factor = _factor(expected, found)
-            code, text = _cause(self._layout, self._run, kind, factor, expected, found)
+            code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
             yield self._finding(_QUANTITIES[kind], name, code, text, factor)
 
 
@@ -256,7 +273,7 @@ def _factor(before: Moments, after: Moments) -> float | None:
 
 
 def _cause(
-    layout: Layout, run: History, kind: str, factor: float | None, before: Moments, after: Moments
+    layout: Layout, run: History, number: int, kind: str, factor: float | None, before: Moments, after: Moments
 ) -> tuple[str, str]:
     by = (
         f"{factor:.4g} times the reference"
@@ -265,7 +282,7 @@ def _cause(
     )
     if layout.ranks > 1 and run.records[0].normalizes:
         return "V11", f"{by}: {run.records[0].normalizes[0]} normalises over the samples of its process"
-    if layout.resumes and kind != "gradients":
+    if run.parts[number]:
         return "V14", f"{by}: it isn't saved, or isn't restored"
     if kind == "weights":
         return "V08", f"{by}, after equal gradients"

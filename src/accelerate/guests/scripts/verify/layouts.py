@@ -17,6 +17,8 @@ class Layout:
     Attributes:
         ranks: the number of processes.
         flags: of `accelerate launch`.
+        mesh: the size of each axis of parallelism that isn't 1.
+        precision: the mixed precision, of the reference too; "" leaves it out.
         num_parts: how many micro-batches each batch becomes.
         recomputes: computes activations again in the backward pass.
         resumes: how often the run is stopped and resumed.
@@ -28,6 +30,8 @@ class Layout:
     text: str
     ranks: int = 1
     flags: tuple[str, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
+    precision: str = ""
     num_parts: int = 1
     recomputes: bool = False
     resumes: int = 0
@@ -45,6 +49,16 @@ def _accumulating(reference: Record) -> str:
     return _accelerated(reference)
 
 
+def _using(name: str, why: str) -> Callable[[Record], str]:
+    return lambda reference: _accelerated(reference) or ("" if name in reference.uses else why)
+
+
+_with_tensor_plan = _using("tensor plan", "neither the script nor the model has a plan of tensor parallelism")
+_with_expert_plan = _using("expert plan", "the script has no plan of expert parallelism")
+_with_context = _using("context", "the script doesn't call accelerator.maybe_context_parallel()")
+_with_pipeline = _using("pipeline", "the script doesn't call accelerator.pipeline_step()")
+
+
 _FSDP: Final = ("--use_fsdp", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "--fsdp_min_num_params", "1")
 _FSDP2: Final = (*_FSDP, "--fsdp_version", "2")
 
@@ -60,17 +74,25 @@ LAYOUTS: Final = (
         "hsdp",
         "4 processes: 2 copies, each sharded over 2",
         4,
-        (
-            *_FSDP2,
-            "--use_parallelism_config",
-            "--parallelism_config_dp_replicate_size",
-            "2",
-            "--parallelism_config_dp_shard_size",
-            "2",
-        ),
+        _FSDP2,
+        (("dp_replicate", 2), ("dp_shard", 2)),
         needs=_accelerated,
     ),
     Layout("fsdp1", "2 processes, sharded by FSDP 1", 2, (*_FSDP, "--fsdp_version", "1"), needs=_accelerated),
+    Layout("tp2", "2 processes, matrices split by the plan", 2, mesh=(("tp", 2),), needs=_with_tensor_plan),
+    Layout(
+        "tp2_fsdp2",
+        "4 processes: matrices split over 2, sharded over 2",
+        4,
+        _FSDP2,
+        (("dp_shard", 2), ("tp", 2)),
+        needs=_with_tensor_plan,
+    ),
+    Layout("cp2", "2 processes, sequences split", 2, _FSDP2, (("cp", 2),), needs=_with_context),
+    Layout("ep2", "2 processes, experts split", 2, _FSDP2, (("ep", 2),), needs=_with_expert_plan),
+    Layout("pp2", "2 processes, layers split into stages", 2, mesh=(("pp", 2),), needs=_with_pipeline),
+    Layout("bf16", "2 processes in bfloat16", 2, precision="bf16", needs=_accelerated),
+    Layout("fsdp2_bf16", "2 processes in bfloat16, sharded", 2, _FSDP2, precision="bf16", needs=_accelerated),
     Layout("recompute", "activations computed again", recomputes=True, needs=_accelerated),
     Layout("compile", "torch.compile", flags=("--dynamo_backend", "aot_eager"), needs=_accelerated),
     Layout("resume", "stopped and resumed, twice", resumes=2, needs=_accelerated),

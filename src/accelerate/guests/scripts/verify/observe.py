@@ -27,8 +27,8 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
     """Observe this process, and write the record if the program ends before the last step."""
     conditions = Conditions.read(folder)
     recorder = Recorder(folder, script, conditions)
-    recorder.install()
     surroundings.apply(conditions, folder)
+    recorder.install()  # outside of the conditions, so that it sees what the script itself gives
     wrap(torch.multiprocessing, "spawn", partial(_spawning, folder, script))
     try:
         yield

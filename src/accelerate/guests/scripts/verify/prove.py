@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from .conditions import Conditions
 from .findings import BASES, Bounds, Finding, History, first_difference
@@ -17,6 +17,9 @@ from .runs import Runs, VerificationError
 
 #: A batch of as many samples can be shared by four processes, or cut into four parts.
 _MULTIPLE: Final = 4
+
+#: The rounding unit of bfloat16. Another order of sums alone doesn't change what is rounded before it is summed.
+_NOISE: Final = 2.0**-9
 
 
 @final
@@ -78,10 +81,21 @@ def prove(
 
 
 @final
+class _Reference(NamedTuple):
+    """What layouts are compared with: a run as one process."""
+
+    record: Record
+    history: History
+    bounds: Bounds
+    dtype: str
+
+
+@final
 class _Prover:
     def __init__(self, runs: Runs, dtype: str | None) -> None:
         self._runs = runs
         self._notes: list[str] = []
+        self._references: dict[str, _Reference] = {}
         self._conditions = Conditions(
             runs.num_steps, splits_batches=True, multiple=_MULTIPLE, dtype=dtype or "float64", keeps_tensors=True
         )
@@ -90,16 +104,27 @@ class _Prover:
         self._is_by_hand = "init_process_group" in text and "Accelerator" not in text
 
     def prove(self, layouts: Iterable[Layout]) -> Proof:
-        records = self._reference()
-        reference = records[0]
-        history = History.of(records)
-        reordered = History.of(self._run("sums in another order", replace(self._conditions, reorders=True)))
-        dtype = self._conditions.dtype or ("bfloat16" if reference.is_rounded else "float32")
-        bounds = Bounds.of(BASES.get(dtype, BASES["float32"]), history, reordered)
-        outcomes = [self._outcome(layout, reference, history, bounds) for layout in layouts]
-        return Proof(self._runs.script, dtype, len(history.steps), outcomes, self._notes)
+        reference = self._reference("")
+        outcomes = [self._outcome(layout, reference.record) for layout in layouts]
+        return Proof(self._runs.script, reference.dtype, len(reference.history.steps), outcomes, self._notes)
 
-    def _reference(self) -> list[Record]:
+    def _reference(self, precision: str) -> _Reference:
+        """Return the run of one process, in a mixed precision or without; it runs once."""
+        if precision not in self._references:
+            records = self._run("1 process", self._conditions_of(precision)) if precision else self._first_run()
+            conditions = self._conditions_of(precision)
+            other = replace(conditions, reorders=True, noise=_NOISE if precision else 0.0)
+            reordered = History.of(self._run("sums in another order", other))
+            dtype = conditions.dtype or ("bfloat16" if records[0].is_rounded else "float32")
+            history = History.of(records)
+            bounds = Bounds.of(BASES.get(dtype, BASES["float32"]), history, reordered)
+            self._references[precision] = _Reference(records[0], history, bounds, dtype)
+        return self._references[precision]
+
+    def _conditions_of(self, precision: str) -> Conditions:
+        return replace(self._conditions, dtype="", mixed_precision=precision) if precision else self._conditions
+
+    def _first_run(self) -> list[Record]:
         try:
             return self._run("1 process", self._conditions)
         except VerificationError as error:
@@ -120,26 +145,32 @@ class _Prover:
         flags = () if layout is None else layout.flags
         return self._runs.observe_under(conditions, title, self._runs.script, ranks, flags, by_hand=self._is_by_hand)
 
-    def _outcome(self, layout: Layout, reference: Record, history: History, bounds: Bounds) -> Outcome:
-        why = layout.needs(reference)
-        if not why and layout.ranks > 1 and not {"Accelerator", "group"} & set(reference.uses):
+    def _outcome(self, layout: Layout, first: Record) -> Outcome:
+        why = layout.needs(first)
+        if not why and layout.ranks > 1 and not {"Accelerator", "group"} & set(first.uses):
             why = "the script is for one process"
-        if not why and layout.ranks > 1 and reference.draws:
+        if not why and layout.ranks > 1 and first.draws:
             why = "the loop draws random numbers, and each process draws its own"
         if why:
             return Outcome(layout, "skipped", why)
         began = time.monotonic()
         try:
-            run = self._history(layout, len(history.steps))
+            reference = self._reference(layout.precision)
+            run = self._history(layout, len(reference.history.steps))
         except VerificationError as error:
             return Outcome(layout, "failed", str(error), seconds=time.monotonic() - began)
-        finding = first_difference(layout, history, run, bounds)
+        finding = first_difference(layout, reference.history, run, reference.bounds)
         state = "agrees" if finding is None else "differs"
         return Outcome(layout, state, finding=finding, seconds=time.monotonic() - began)
 
     def _history(self, layout: Layout, num_steps: int) -> History:
         conditions = replace(
-            self._conditions, num_parts=layout.num_parts, recomputes=layout.recomputes, num_steps=num_steps
+            self._conditions_of(layout.precision),
+            num_parts=layout.num_parts,
+            recomputes=layout.recomputes,
+            num_steps=num_steps,
+            mesh=dict(layout.mesh),
+            shards="--use_fsdp" in layout.flags,
         )
         if not layout.resumes:
             return History.of(self._run(layout.name, conditions, layout))

@@ -58,13 +58,14 @@ class Step:
 
     Attributes:
         optimizer: the number of the optimizer, in the order of first steps.
-        samples: the indices of the samples of each backward pass since this optimizer's last step.
+        samples: the indices of the samples of each batch since this optimizer's last step.
         gradients: by parameter, before clipping; None for a trained parameter without a gradient.
         norm: the gradient norm that the script's clipping returned; None without clipping.
         rates: the learning rate of each parameter group.
         weights: by parameter, after the step.
         states: by parameter and name of the state, after the step.
         place: the line of the script that called `step`, and the last one that called `backward`.
+        num_reductions: how many backward passes since the last step averaged gradients over the ranks.
     """
 
     optimizer: int = 0
@@ -75,6 +76,7 @@ class Step:
     weights: dict[str, Moments | None] = field(default_factory=dict[str, "Moments | None"])
     states: dict[str, Moments | None] = field(default_factory=dict[str, "Moments | None"])
     place: list[int] = field(default_factory=list[int])
+    num_reductions: int = 0
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Step:
@@ -97,11 +99,14 @@ class Record:
         draws: random numbers were drawn between two backward passes of one pass over a loader.
         normalizes: the names of layers that normalise over their process's batch.
         is_rounded: the forward pass ran in bfloat16 or float16.
-        uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "streams".
+        uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "stream",
+            "context", "pipeline", "tensor plan", "expert plan".
+        share: which share of the data this process read; several may read the same.
     """
 
     rank: int = 0
     num_processes: int = 1
+    share: int = 0
     num_steps: int = 0
     losses: list[float] = field(default_factory=list[float])
     weights: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])

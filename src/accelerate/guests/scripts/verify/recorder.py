@@ -31,6 +31,8 @@ from .record import Moments, Record, Step
 
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
 _BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+#: Methods of the Accelerator, and what a script that calls one uses.
+_CALLS: Final = {"accumulate": "accumulate", "maybe_context_parallel": "context", "pipeline_step": "pipeline"}
 _WRAPPED: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -51,10 +53,12 @@ class Recorder:
         self._loose: dict[str, torch.nn.Parameter] = {}  # trained parameters of no module
         self._accelerators: list[Accelerator] = []
         self._batch: list[int] = []  # the indices that were read last
-        self._read: list[list[int]] = []  # the batch of each backward pass so far
+        self._read: list[list[int]] = []  # the batches of the backward passes so far
         self._before_clipping: dict[str, Moments | None] | None = None
         self._norm: float | None = None
         self._gradients: dict[str, Moments | None] = {}
+        self._reduces = False  # the next backward pass averages gradients over the ranks
+        self._num_reductions = 0  # since the last step
         self._line = 0  # of the script's last backward pass
         self._is_resumed = not conditions.resumes_from
 
@@ -68,7 +72,9 @@ class Recorder:
         wrap(torch.autocast, "__enter__", self._noting)
         wrap(DataLoader, "__iter__", self._beginning)
         wrap(Accelerator, "__init__", self._with_accelerator)
-        wrap(Accelerator, "accumulate", self._using("accumulate"))
+        for call, name in _CALLS.items():
+            wrap(Accelerator, call, self._using(name))
+        wrap(Accelerator, "prepare_model", self._preparing)
         wrap(torch.distributed, "init_process_group", self._using("group"))
         if self._conditions.keeps_tensors:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -79,6 +85,7 @@ class Recorder:
             wrap(of_stream, "fetch", self._using("stream"))
             wrap(PreparedLoader, "__iter__", self._resuming)
             wrap(torch.nn.Module, "__init__", self._numbering)
+            wrap(torch.nn.parallel.DistributedDataParallel, "forward", self._forwarding)
 
     def _numbering(self, make: Callable[..., object]) -> Callable[..., object]:
         def made(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
@@ -88,12 +95,22 @@ class Recorder:
 
         return made
 
+    def _forwarding(self, forward: Callable[..., object]) -> Callable[..., object]:
+        def forwarded(replica: torch.nn.parallel.DistributedDataParallel, *args: object, **kwargs: object) -> object:
+            self._reduces |= replica.require_backward_grad_sync and torch.is_grad_enabled()
+            return forward(replica, *args, **kwargs)
+
+        return forwarded
+
     def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
             if self._depth == 0:  # not when activation checkpointing recomputes a part
                 each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
-                self._read.append(self._batch)
+                if not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
+                    self._read.append(self._batch)
+                self._num_reductions += self._reduces
+                self._reduces = False
                 self._line = self._line_of(sys._getframe(1))
                 self._note_draws()
             self._depth += 1
@@ -139,12 +156,24 @@ class Recorder:
         return wrapped
 
     def _with_accelerator(self, make: Callable[..., object]) -> Callable[..., object]:
-        def made(accelerator: Accelerator, *args: object, **kwargs: object) -> None:
+        def made(accelerator: Accelerator, *args: object, **kwargs: Any) -> None:
             self._use("Accelerator")
+            for axis, name in (("tp", "tensor plan"), ("ep", "expert plan")):
+                handler = getattr(kwargs.get("parallelism_config"), f"{axis}_handler", None)
+                if getattr(handler, "plan", None):
+                    self._use(name)
             make(accelerator, *args, **kwargs)
             self._accelerators.append(accelerator)
 
         return made
+
+    def _preparing(self, prepare: Callable[..., object]) -> Callable[..., object]:
+        def prepared(accelerator: Accelerator, model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+            if getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None):
+                self._use("tensor plan")
+            return prepare(accelerator, model, *args, **kwargs)
+
+        return prepared
 
     def _fetching(self, fetch: Callable[..., object]) -> Callable[..., object]:
         def fetched(fetcher: object, index: object) -> object:
@@ -194,7 +223,7 @@ class Recorder:
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
         names = self._names()
-        trained = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
+        trained = {names[id(one)]: one for one in _trained_by(optimizer)}
         is_flat = self._is_flat()
         gradients, norm = self._gradients, self._norm
         self._before_clipping, self._norm = None, None
@@ -214,7 +243,9 @@ class Recorder:
             self._weights_now(),
             {} if is_flat else {**self._places.moments_of(states)},
             [self._line_of(sys._getframe(1)), self._line],
+            self._num_reductions,
         )
+        self._num_reductions = 0
         self._record.steps.append(step)
 
     def _line_of(self, frame: FrameType | None) -> int:
@@ -260,12 +291,13 @@ class Recorder:
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for prefix, root in self._models().items():
             for name, parameter in _unwrapped(root).named_parameters():
-                yield f"{prefix}.{canonical_name(name)}".lstrip("."), parameter
+                if not parameter.is_meta:
+                    yield f"{prefix}.{canonical_name(name)}".lstrip("."), parameter
         yield from self._loose.items()
 
     def _know(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for models again if `optimizer` trains parameters that were not there before."""
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = _trained_by(optimizer)
         if self._names().keys() >= {id(parameter) for parameter in trained}:
             return
         self._roots, self._before_clipping = None, None
@@ -320,11 +352,11 @@ class Recorder:
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             record.rank, record.num_processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            record.share = self._accelerators[-1].mesh.data_share().index if self._accelerators else record.rank
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    weight = parameter.detach().double()
-                    record.weights.append((float(weight.sum()), float(weight.abs().sum())))
+            for parameter in _trained_by(optimizer):
+                weight = parameter.detach().double()
+                record.weights.append((float(weight.sum()), float(weight.abs().sum())))
         record.normalizes = [
             type(found).__name__
             for found in gc.get_objects()
@@ -341,6 +373,11 @@ class Recorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer that this rank holds; those of other stages of a pipeline are on "meta"."""
+    return [one for group in optimizer.param_groups for one in group["params"] if not one.is_meta]
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -18,6 +18,7 @@ from ....accelerator import Accelerator
 from ....distributed.random import set_seed
 from ....nested import recursively_apply
 from ....plugins.data import DataLoaderConfiguration
+from ....plugins.parallelism import ParallelismConfig
 from ....plugins.recompute import ActivationCheckpointing
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
@@ -37,10 +38,11 @@ def apply(conditions: Conditions, folder: Path) -> None:
     wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
     if conditions.splits_batches:
         wrap(DataLoader, "__init__", partial(_with_full_batches, conditions))
-    if conditions.splits_batches or conditions.num_parts > 1 or conditions.recomputes or conditions.dtype:
-        wrap(Accelerator, "__init__", partial(_under, conditions))
+    wrap(Accelerator, "__init__", partial(_under, conditions))
     if conditions.dtype:
         _compute_in(getattr(torch, conditions.dtype))
+    if conditions.noise:
+        wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise))
     _keep_saves_in(folder)
     _without_cuda()
 
@@ -94,11 +96,25 @@ def _under(conditions: Conditions, make: Callable[..., object]) -> Callable[...,
                 *(kwargs.get("kwargs_handlers") or ()),
                 ActivationCheckpointing(modules=list(_LAYERS)),
             ]
-        if conditions.dtype:
-            kwargs["mixed_precision"] = "no"
+        if conditions.dtype or conditions.mixed_precision:
+            kwargs["mixed_precision"] = conditions.mixed_precision or "no"
+        if conditions.keeps_tensors:
+            kwargs["parallelism_config"] = _mesh_of(conditions, kwargs.get("parallelism_config"))
+            if not conditions.shards:
+                kwargs.pop("fsdp_plugin", None)
         make(accelerator, *args, **kwargs)
 
     return made
+
+
+def _mesh_of(conditions: Conditions, given: ParallelismConfig | None) -> ParallelismConfig | None:
+    """Return the mesh of the run, with the script's own handlers of its axes; None without one."""
+    options: dict[str, Any] = {f"{axis}_size": size for axis, size in conditions.mesh.items()}
+    for axis in conditions.mesh:
+        handler = getattr(given, f"{axis}_handler", None)
+        if handler is not None:
+            options[f"{axis}_handler"] = handler
+    return ParallelismConfig(**options) if options else None
 
 
 def _compute_in(dtype: torch.dtype) -> None:
@@ -120,6 +136,19 @@ def _compute_in(dtype: torch.dtype) -> None:
         "__init__",
         lambda make: lambda self, *args, **kwargs: make(self, *args, **{**kwargs, "enabled": False}),
     )
+
+
+def _with_noise(noise: float, prepare: Callable[..., object]) -> Callable[..., object]:
+    """Return a `prepare_model` that changes each parameter by a random part of its value, at most `noise`."""
+    generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def prepared(accelerator: object, model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        for parameter in model.parameters():
+            parameter.mul_(1 + noise * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+        return prepare(accelerator, model, *args, **kwargs)
+
+    return prepared
 
 
 def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
