@@ -151,11 +151,12 @@ def _uploaded(job: Launch) -> set[str]:
     fetch = (
         "import boto3, io, tarfile\n"
         "s3 = boto3.client('s3')\n"
-        "for row in s3.list_objects_v2(Bucket='bucket').get('Contents', []):\n"
-        "    print(row['Key'].rpartition('/')[2])\n"
-        "    if row['Key'].endswith('tar.gz'):\n"
-        "        body = s3.get_object(Bucket='bucket', Key=row['Key'])['Body'].read()\n"
-        "        print('\\n'.join(tarfile.open(fileobj=io.BytesIO(body)).getnames()))\n"
+        "for page in s3.get_paginator('list_objects_v2').paginate(Bucket='bucket'):\n"  # the package alone may fill one
+        "    for row in page.get('Contents', []):\n"
+        "        print(row['Key'].rpartition('/')[2])\n"
+        "        if row['Key'].endswith('tar.gz'):\n"
+        "            body = s3.get_object(Bucket='bucket', Key=row['Key'])['Body'].read()\n"
+        "            print('\\n'.join(tarfile.open(fileobj=io.BytesIO(body)).getnames()))\n"
     )
     done = subprocess.run([job.python, "-c", fetch], env=job.environment(), text=True, capture_output=True, check=True)
     return {Path(name).name for name in done.stdout.split()}

@@ -97,7 +97,9 @@ def test_compiled_models_train_as_one_process(by_region: bool, alone: dict[str, 
 def test_tied_weights_stay_tied() -> None:
     """Also where only rank 0 had the weights."""
     reference = run_on_ranks(lambda: train(tied=True), 1)[0]
-    assert_same_run(run_on_ranks(lambda: train(V2, tied=True), 2)[0], reference)
+    by_size = {"fsdp_version": 2, "auto_wrap_policy": "size_based_wrap", "min_num_params": 1}  # each layer a unit
+    for options in (V2, by_size):
+        assert_same_run(run_on_ranks(functools.partial(train, options, tied=True), 2)[0], reference)
     sent = run_on_ranks(lambda: train({**V2, "cpu_ram_efficient_loading": True}, tied=True, change=_lose), 2)[0]
     assert_same_run(sent, reference)
 

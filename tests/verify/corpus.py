@@ -5,100 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, final
 
-#: A loop with all that a careful one has. Pieces in it are replaced.
-LOOP: Final = """\
-import copy
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-
-set_seed(1)
-accelerator = Accelerator()
-x = torch.randn(64, 6)
-data = TensorDataset(x, x.sum(1, keepdim=True), torch.rand(64, 1) > 0.3)
-loader = DataLoader(data, 8, shuffle=True)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.gate = nn.Linear(6, 16)
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, inputs):
-        gate = self.gate(inputs).sigmoid()
-        return self.last(torch.tanh(self.first(inputs)) * gate)
-
-
-model = Net()
-average = copy.deepcopy(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-accelerator.register_for_checkpointing(average)
-for epoch in range(3):
-    for inputs, targets, mask in loader:
-        with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if accelerator.sync_gradients:
-                with torch.no_grad():
-                    for mine, theirs in zip(average.parameters(), model.parameters()):
-                        mine.lerp_(theirs, 0.1)
-            scheduler.step()
-            optimizer.zero_grad()
-"""
-#: A loop with torch's own DDP.
-BY_HAND: Final = """\
-import torch
-from torch import distributed as dist, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("nccl")
-torch.manual_seed(1)
-x = torch.randn(64, 6)
-data = TensorDataset(x, x.sum(1, keepdim=True))
-loader = DataLoader(data, 8, sampler=DistributedSampler(data))
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for epoch in range(3):
-    loader.sampler.set_epoch(epoch)
-    for inputs, targets in loader:
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-#: A model and an optimizer for each fold, and a parameter of no module.
-FOLDS: Final = """\
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-torch.manual_seed(1)
-x = torch.randn(64, 6)
-for fold in range(2):
-    loader = DataLoader(TensorDataset(x[fold::2], x[fold::2].sum(1, keepdim=True)), 8)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for inputs, targets in loader:
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
+from tests.verify.bases import BY_HAND, EXPERTS, FOLDS, LOOP, SEQUENCES, STAGES, STREAM
 
 # -- pieces of it ------------------------------------------------------------------------------------------
 
@@ -116,6 +23,86 @@ BARE: Final = LOOP.replace(AVERAGE, "").replace("average = copy.deepcopy(model)\
 
 CELL: Final = "return self.last(torch.tanh(self.first(inputs)) * gate)"
 SQUARES: Final = "loss = ((model(inputs) - targets) ** 2 * mask).sum()"
+
+LOGITS: Final = "loss = F.cross_entropy"
+FIND_UNUSED: Final = (
+    "accelerator = Accelerator()",
+    "from accelerate import DistributedDataParallelKwargs\n"
+    "accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+)
+#: Clips by the norm of what this rank holds.
+CLIP_BY_HAND: Final = (
+    "own = [getattr(p.grad, 'to_local', lambda p=p: p.grad)() for p in model.parameters()]\n"
+    "                norm = torch.stack([gradient.norm() for gradient in own]).norm()\n"
+    "                for gradient in own:\n                    gradient.div_(norm.clamp(min=0.1))"
+)
+#: A second model, trained beside the first and prepared with it.
+ADAPTER: Final = (
+    (
+        "scheduler = torch",
+        (
+            "adapter = nn.Linear(6, 1)\n"
+            "adapter_optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-2)\nscheduler = torch"
+        ),
+    ),
+    ("model(inputs)", "model(inputs) + adapter(inputs)"),
+    (
+        "            optimizer.zero_grad()\n",
+        (
+            "            optimizer.zero_grad()\n            adapter_optimizer.step()\n"
+            "            adapter_optimizer.zero_grad()\n"
+        ),
+    ),
+)
+TIED: Final = "model = Net()\nmodel.gate.weight = model.first.weight\n"
+PLATEAU: Final = ("StepLR(optimizer, 2, 0.5)", "ReduceLROnPlateau(optimizer, factor=0.5, patience=0)")
+STEP_ON_MEAN: Final = ("scheduler.step()", "scheduler.step(accelerator.reduce(loss.detach(), 'mean'))")
+HALVES: Final = (CELL, CELL + " * (1.0 if self.training else 0.5)")
+#: What the backward pass needs is kept by the first batch after the cache was cleared.
+CACHE: Final = (
+    (
+        "class Net",
+        (
+            "cache = {}\n\n\nclass Square(torch.autograd.Function):\n    @staticmethod\n"
+            "    def forward(ctx, value):\n"
+            "        cache.setdefault('value', value.detach().clone())\n"
+            "        return value * value\n\n    @staticmethod\n    def backward(ctx, gradient):\n"
+            "        return 2 * cache['value'] * gradient\n\n\nclass Net"
+        ),
+    ),
+    (CELL, CELL.replace("* gate", "* Square.apply(gate)")),
+)
+#: In place of DistributedDataParallel.
+MEAN_BY_HAND: Final = (
+    (
+        "        loss.backward()\n",
+        (
+            "        loss.backward()\n        for p in model.parameters():\n"
+            "            dist.all_reduce(p.grad)\n            p.grad /= dist.get_world_size()\n"
+        ),
+    ),
+    ("model = DistributedDataParallel(", "model = ("),
+)
+
+
+def scaler(loading: str) -> tuple[tuple[str, str], ...]:
+    """The changes that scale the loss by hand; `loading` is what restoring the scale does."""
+    return (
+        (
+            "class Net",
+            (
+                "class Scaler:\n    scale, inverse = 4.0, 0.25\n\n    def state_dict(self):\n"
+                f"        return {{'scale': self.scale}}\n\n    def load_state_dict(self, found):\n"
+                f"        state = found['scale']\n        {loading}\n\n\nscaler = Scaler()\n"
+                "accelerator.register_for_checkpointing(scaler)\n\n\nclass Net"
+            ),
+        ),
+        (BACKWARD, "accelerator.backward(loss * scaler.scale)"),
+        (
+            IF_SYNC,
+            IF_SYNC + "for p in model.parameters():\n                    p.grad.mul_(scaler.inverse)\n                ",
+        ),
+    )
 
 
 def prepare(*names: str) -> str:
@@ -136,7 +123,7 @@ class Script:
     Attributes:
         changes: pieces of the text and their replacements.
         layouts: the layouts to run.
-        code: of the finding in the first of them; "" for a right script.
+        code: of the finding in the first of them; "" for a right script, "failed" if the layout can't be run.
         quantity: that differs.
         name: a part of the parameter's name.
         factor: by which it differs.
@@ -179,6 +166,83 @@ RIGHT: Final = {
     "by_hand": Script(layouts="ranks2,ranks4", base=BY_HAND),
     "folds": Script(layouts="ranks2", base=FOLDS),
     "centered": Script(((ADAM, "RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True)"),)),
+    "matrices_split": Script(layouts="tp2,tp2_fsdp2", base=SEQUENCES),
+    "sequences_split": Script(layouts="cp2,ranks2,fsdp2", base=SEQUENCES),
+    "experts_split": Script(layouts="ep2,ranks2,fsdp2", base=EXPERTS),
+    "stages": Script(layouts="pp2,parts2", base=STAGES),
+    "stream": Script(layouts="ranks2,resume", base=STREAM),
+    "bfloat16": Script(layouts="bf16,fsdp2_bf16", base=BARE),
+    "adapter_saved": Script(
+        (*ADAPTER, ("for epoch", "accelerator.register_for_checkpointing(adapter)\nfor epoch")), "resume", base=BARE
+    ),
+    "scaled": Script(scaler("self.scale = state"), "resume,parts2", base=BARE),
+    "tied": Script((("model = Net()\n", TIED),), "ranks2,fsdp2", base=BARE),
+    "unused_parameters": Script((FIND_UNUSED, (CELL, "return self.last(torch.tanh(self.first(inputs)))")), "ranks2"),
+    "plateau": Script((PLATEAU, STEP_ON_MEAN), "ranks2", base=BARE),
+    "evaluation_on_all_ranks": Script(
+        (HALVES, (BACKWARD, f"model.eval()\n            model.train()\n            {BACKWARD}")), "ranks2"
+    ),
+    "cache_of_a_batch": Script(
+        (*CACHE, ("            loss = ", "            cache.clear()\n            loss = ")), "parts2,ranks2", base=BARE
+    ),
+    "by_hand_with_a_mean": Script(MEAN_BY_HAND, "ranks2", base=BY_HAND),
+    "by_hand_sharded": Script(
+        (
+            (
+                "from torch.nn.parallel import DistributedDataParallel\n",
+                "from torch.distributed.fsdp import fully_shard\n",
+            ),
+            ("model = DistributedDataParallel(", "model = fully_shard("),
+        ),
+        "ranks2",
+        base=BY_HAND,
+    ),
+    "penalty": Script(
+        (
+            (
+                LOSS,
+                (
+                    "inputs.requires_grad_()\n            found = model(inputs)\n"
+                    "            slope, = torch.autograd.grad(found.sum(), inputs, create_graph=True)\n"
+                    "            loss = nn.functional.mse_loss(found, targets) + slope.square().mean()"
+                ),
+            ),
+        ),
+        "parts2",
+        base=BARE,
+    ),
+    "recurrent": Script(
+        (
+            (GATE, "self.gate = nn.Linear(6, 16)\n        self.cell = nn.LSTM(6, 16, batch_first=True)"),
+            (CELL, "gate = gate + self.cell(inputs.unsqueeze(1))[0][:, 0]\n        " + CELL),
+        )
+    ),
+    "convolutions": Script(
+        (
+            (GATE, "self.gate = nn.Linear(6, 16)\n        self.filter = nn.Conv1d(1, 1, 3, padding=1)"),
+            (CELL, "gate = gate * self.filter(gate.unsqueeze(1))[:, 0]\n        " + CELL),
+        )
+    ),
+    "warm_up": Script((("StepLR(optimizer, 2, 0.5)", "LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))"),)),
+    "nesterov": Script(((ADAM, "SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)"),)),
+    "two_losses": Script(
+        ((BACKWARD, f"{BACKWARD}\n            accelerator.backward(model(inputs * 2).square().mean())"),),
+        "ranks2,parts2",
+    ),
+    "norm_of_the_largest": Script(((CLIP, CLIP[:-1] + ", norm_type=float('inf'))"),)),
+    "batch_sampler": Script(
+        (
+            (
+                "DataLoader(data, 8, shuffle=True)",
+                "DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 8, True))",
+            ),
+            (
+                "import DataLoader, TensorDataset",
+                "import BatchSampler, DataLoader, RandomSampler, TensorDataset",
+            ),
+        ),
+        "ranks2,resume",
+    ),
 }
 
 FAULTS: Final = {
@@ -267,5 +331,296 @@ FAULTS: Final = {
     ),
     "decay_by_ranks": Script(
         (("lr=1e-2)", "lr=1e-2, weight_decay=0.1 * accelerator.num_processes)"),), "ranks2", "V08", "parameter"
+    ),
+    "weights_in_bfloat16": Script(
+        ((PREPARE, "if accelerator.num_processes > 1:\n    model.to(torch.bfloat16)\n" + PREPARE),),
+        "bf16",
+        "V09",
+        "parameter",
+        base=BARE,
+    ),
+    "adapter_reverts": Script(ADAPTER, "resume", "V14", "gradient", base=BARE),
+    "sampler_divides_too": Script(
+        (
+            ("DataLoader(data, 8, shuffle=True)", "DataLoader(Part(data), 8)"),
+            (
+                "loader = ",
+                (
+                    "class Part(torch.utils.data.Dataset):\n    def __init__(self, data):\n"
+                    "        self.data = data\n\n    def __len__(self):\n"
+                    "        return len(self.data) // accelerator.num_processes\n\n"
+                    "    def __getitem__(self, index):\n"
+                    "        return self.data[index * accelerator.num_processes + accelerator.process_index]\n"
+                    "\n\nloader = "
+                ),
+            ),
+        ),
+        "ranks2",
+        "V13",
+        "gradient",
+    ),
+    "clipped_by_a_shards_norm": Script(((CLIP, CLIP_BY_HAND),), "fsdp2", "V13", "gradient", base=BARE),
+    "scale_changed_by_loading": Script(
+        scaler("self.scale = state * 2"), "resume", "V14", "gradient", factor=2.0, base=BARE
+    ),
+    "second_resume": Script(
+        (
+            ("        self.next = 0\n\n    def __iter__", "        self.next = self.start = 0\n\n    def __iter__"),
+            ('return {"next": self.next}', 'return {"next": self.next - self.start}'),
+            ('self.next = state["next"]', 'self.next = self.start = state["next"]'),
+        ),
+        "resume",
+        "V14",
+        "gradient",
+        base=STREAM,
+    ),
+    "loss_times_expert_ranks": Script(
+        ((BACKWARD, "accelerator.backward(loss * accelerator.num_processes)"),),
+        "ep2",
+        "V02",
+        "gradient",
+        factor=2.0,
+        base=EXPERTS,
+    ),
+    "nothing_before_the_experts": Script(
+        (
+            (
+                "self.entrance(inputs)\n",
+                (
+                    "self.entrance(inputs)\n        if accelerator.num_processes > 1:\n"
+                    "            hidden = hidden.detach()\n"
+                ),
+            ),
+        ),
+        "ep2",
+        "V04",
+        "gradient",
+        "entrance",
+        base=EXPERTS,
+    ),
+    "experts_times_ranks": Script(
+        ((f"{BACKWARD}\n", f"{BACKWARD}\n        model.experts.weight.grad.mul_(accelerator.num_processes)\n"),),
+        "ep2",
+        "V02",
+        "gradient",
+        "experts",
+        2.0,
+        EXPERTS,
+    ),
+    "router_detached": Script(
+        (
+            (
+                "        order = choice",
+                (
+                    "        weights = weights.detach() if accelerator.num_processes > 1 else weights\n"
+                    "        order = choice"
+                ),
+            ),
+        ),
+        "ep2",
+        "V04",
+        "gradient",
+        "router",
+        base=EXPERTS,
+    ),
+    "second_stage_weighs_double": Script(
+        (
+            (
+                "            if accelerator.sync_gradients:\n",
+                (
+                    "            for p in model.parameters():\n"
+                    "                if p.grad is not None and accelerator.process_index:\n"
+                    "                    p.grad.mul_(2)\n            if accelerator.sync_gradients:\n"
+                ),
+            ),
+        ),
+        "pp2",
+        "V02",
+        "gradient",
+        factor=2.0,
+        base=STAGES,
+    ),
+    "cache_of_another_batch": Script(
+        (
+            *CACHE,
+            (
+                "optimizer.zero_grad()",
+                "optimizer.zero_grad()\n            if accelerator.sync_gradients:\n                cache.clear()",
+            ),
+        ),
+        "parts2",
+        "V13",
+        "gradient",
+        base=BARE,
+    ),
+    "exchange_in_each_part": Script(
+        (
+            (
+                "    with accelerator.accumulate(model):\n",
+                (
+                    "    with accelerator.accumulate(model):\n            if accelerator.num_processes > 1:\n"
+                    "                model.require_backward_grad_sync = True\n"
+                ),
+            ),
+        ),
+        "ranks2_parts2",
+        "V15",
+        "exchange of gradients",
+        factor=2.0,
+    ),
+    "plateau_of_a_rank": Script(
+        (PLATEAU, ("scheduler.step()", "scheduler.step(loss.detach())")), "ranks2", "V07", "learning rate", base=BARE
+    ),
+    "used_on_one_rank": Script(
+        (FIND_UNUSED, (CELL, f"gate = gate if accelerator.is_main_process else torch.ones_like(gate)\n        {CELL}")),
+        "ranks2",
+        "V13",
+        "gradient",
+    ),
+    "tie_cut": Script(
+        (
+            (
+                "model = Net()\n",
+                TIED
+                + (
+                    "if accelerator.num_processes > 1:\n"
+                    "    model.gate.weight = nn.Parameter(model.gate.weight.detach().clone())\n"
+                ),
+            ),
+        ),
+        "ranks2",
+        "V13",
+        "gradient",
+        "first.weight",
+        base=BARE,
+    ),
+    "optimizer_of_a_copy": Script(
+        (
+            (
+                "AdamW(model.parameters()",
+                "AdamW((__import__('copy').deepcopy(model) if dist.get_world_size() > 1 else model).parameters()",
+            ),
+        ),
+        "ranks2",
+        "V04",
+        "gradient",
+        base=BY_HAND,
+    ),
+    "average_of_a_shard": Script(
+        (
+            (
+                PREPARE,
+                PREPARE
+                + (
+                    "\n\n\ndef own(p):\n"
+                    "    return p.detach().to_local() if hasattr(p, 'to_local') else p.detach()\n\n\n"
+                    "average = nn.ParameterList([nn.Parameter(own(p).clone(), False) for p in model.parameters()])"
+                ),
+            ),
+            (
+                "            scheduler.step()",
+                (
+                    "            for mine, theirs in zip(average, model.parameters()):\n"
+                    "                mine.lerp_(own(theirs), 0.1)\n            scheduler.step()"
+                ),
+            ),
+        ),
+        "fsdp2",
+        "V05",
+        "parameter",
+        "ParameterList",
+        base=BARE,
+    ),
+    "schedule_stepped_twice": Script(
+        (
+            (
+                "scheduler.step()",
+                "scheduler.step()\n            if accelerator.num_processes > 1:\n                scheduler.step()",
+            ),
+        ),
+        "ranks2",
+        "V07",
+        "learning rate",
+    ),
+    "clipped_in_each_part": Script(((IF_SYNC + CLIP, "            " + CLIP),), "parts2", "V13", "gradient"),
+    "stopped_on_one_rank": Script(
+        (
+            (
+                "            optimizer.zero_grad()\n",
+                (
+                    "            optimizer.zero_grad()\n"
+                    "        if accelerator.process_index and optimizer.state[next(model.parameters())]['step'] > 2:\n"
+                    "            raise SystemExit\n"
+                ),
+            ),
+        ),
+        "ranks2",
+        "failed",
+        base=BARE,
+    ),
+    "evaluation_on_one_rank": Script(
+        (
+            HALVES,
+            (
+                BACKWARD,
+                (
+                    f"{BACKWARD}\n"
+                    "            if accelerator.num_processes > 1 and accelerator.is_main_process:\n"
+                    "                model.eval()"
+                ),
+            ),
+        ),
+        "ranks2",
+        "V13",
+        "gradient",
+    ),
+    "rate_by_micro_batches": Script(
+        (("lr=1e-2", "lr=1e-2 * loader.batch_size / 8"),), "parts2", "V07", "learning rate", factor=0.5
+    ),
+    "seed_of_a_rank": Script(
+        (*MEAN_BY_HAND, ("loader = DataLoader", "torch.manual_seed(dist.get_rank())\nloader = DataLoader")),
+        "ranks2",
+        "V13",
+        "gradient",
+        base=BY_HAND,
+    ),
+    "by_hand_divided_again": Script(
+        (("loss.backward()", "(loss / dist.get_world_size()).backward()"),),
+        "ranks2",
+        "V02",
+        "gradient",
+        factor=0.5,
+        base=BY_HAND,
+    ),
+    "copies_times_tensor_ranks": Script(
+        (
+            (
+                f"{BACKWARD}\n        ",
+                f"{BACKWARD}\n        model.blocks[0].norm.weight.grad.mul_(accelerator.num_processes)\n        ",
+            ),
+        ),
+        "tp2",
+        "V02",
+        "gradient",
+        "norm",
+        2.0,
+        SEQUENCES,
+    ),
+    "positions_of_a_part": Script(
+        ((LOGITS, "places = torch.arange(inputs.shape[1]).expand(len(batch), -1)\n            " + LOGITS),),
+        "cp2",
+        "V13",
+        "gradient",
+        base=SEQUENCES,
+    ),
+    "targets_of_a_part": Script(
+        ((LOGITS, "targets = inputs.roll(-1, 1)\n            " + LOGITS),), "cp2", "V13", "gradient", base=SEQUENCES
+    ),
+    "adapter_in_each_part": Script(ADAPTER, "parts2", "V01", "samples", base=BARE),
+    "two_passes_of_one_graph": Script(
+        ((BACKWARD, "accelerator.backward(loss, retain_graph=True)\n            accelerator.backward(loss * 0.5)"),),
+        "ranks2",
+        "V05",
+        "gradient",
     ),
 }

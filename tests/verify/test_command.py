@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from accelerate.guests.scripts.verify.findings import CODES, distance, together
+from accelerate.guests.scripts.verify.findings import CODES, Finding, distance, together
+from accelerate.guests.scripts.verify.layouts import chosen
+from accelerate.guests.scripts.verify.page import as_html
+from accelerate.guests.scripts.verify.prove import Outcome, Proof
 from accelerate.guests.scripts.verify.record import Moments
+from accelerate.guests.scripts.verify.report import as_json
 from accelerate.guests.scripts.verify_command import main
+from tests.python_path import python_path
 from tests.slow import slow_for
 from tests.verify.corpus import LOOP
 
@@ -71,6 +80,41 @@ def test_nothing_is_written_beside_the_script(tmp_path: Path, monkeypatch: pytes
     script.write_text(LOOP + "            torch.save(model.state_dict(), 'model.pt')\n")
     assert main([str(script), "--num_steps", "3", "--layouts", "parts2"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@slow_for("several runs of a script", "corpus")
+def test_the_fixture_fails_a_test_with_the_first_difference(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["accelerate.guests.scripts.verify.fixture"]\n')
+    (tmp_path / "right.py").write_text(LOOP)
+    (tmp_path / "wrong.py").write_text(LOOP.replace("accelerator.backward(loss)", "loss.backward()"))
+    (tmp_path / "test_scripts.py").write_text(
+        "import pytest\n\n"
+        '@pytest.mark.parametrize("name", ["right", "wrong"])\n'
+        "def test_it_trains_the_same(name, verified):\n"
+        '    assert verified(f"{name}.py", layouts=["parts2"], num_steps=2).exit_code == 0\n'
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "."]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 times the reference: not divided by the number of micro-batches [V03]" in done.stdout
+
+
+def test_the_page_draws_each_layout_and_escapes_what_it_shows() -> None:
+    finding = Finding("ranks2", 1, "gradient", "a<b>", "V13", "norm 1 in place of 2", None, (3, 2))
+    ranks2, resume = chosen("ranks2,resume")
+    excesses = {"gradients": [1e9, math.inf], "weights": [1e-9, 2.0]}
+    proof = Proof(
+        Path("train.py"), "float64", 2,
+        [Outcome(ranks2, "differs", finding=finding, excesses=excesses), Outcome(resume, "skipped", "no <reason>")],
+        ["a note"],
+    )  # fmt: skip
+    page = as_html(proof)
+    assert "gradient of a&lt;b&gt;: norm 1 in place of 2 [V13]" in page and "skipped: no &lt;reason&gt;" in page
+    assert page.count("<polyline") == 2 and page.count("<circle") == 4 and "a note" in page
+    assert "nan" not in page and "inf," not in page
+    report = json.loads(json.dumps(as_json(proof), allow_nan=False))
+    assert report["layouts"][0]["excesses"] == {"gradients": [1e9, None], "weights": [1e-9, 2.0]}
 
 
 # -- moments -----------------------------------------------------------------------------------------------

@@ -28,7 +28,12 @@ def proof_of(script: Script, folder: Path) -> Proof:
 def test_a_planted_fault_is_found_and_its_place_is_named(name: str, tmp_path: Path) -> None:
     script = FAULTS[name]
     proof = proof_of(script, tmp_path)
-    finding = proof.outcomes[0].finding
+    outcome = proof.outcomes[0]
+    finding = outcome.finding
+    if script.code == "failed":
+        assert outcome.state == "failed" and script.name in outcome.why, outcome.why
+        assert proof.exit_code == 2
+        return
     assert finding is not None, proof
     assert (finding.code, finding.quantity) == (script.code, script.quantity), finding
     assert script.name in finding.name

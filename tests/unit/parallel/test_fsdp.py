@@ -53,8 +53,8 @@ def test_units_by_size_leave_the_rest_to_their_parent() -> None:
     assert found == list(model.layers)
 
 
-def test_embedding_and_head_are_units_unless_tied() -> None:
-    """Tied ones belong to the root, together."""
+def test_the_embedding_is_a_unit_unless_tied_and_the_head_belongs_to_the_root() -> None:
+    """Programs read the weight of a head without calling it."""
 
     class Speaker(Network):
         def get_input_embeddings(self) -> nn.Module:
@@ -66,7 +66,7 @@ def test_embedding_and_head_are_units_unless_tied() -> None:
             return self.head
 
     model, tied = Speaker(), Speaker(tied=True)
-    assert find_wrap_units(model, policy(model, **BLOCKS))[2:] == [model.entrance, model.head]
+    assert find_wrap_units(model, policy(model, **BLOCKS))[2:] == [model.entrance]
     assert find_wrap_units(tied, policy(tied, **BLOCKS)) == list(tied.layers)
     assert fsdp2_prepare_auto_wrap_policy(FullyShardedDataParallelPlugin(fsdp_version=2), model) is None
 

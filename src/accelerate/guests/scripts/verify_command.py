@@ -31,6 +31,7 @@ def verify_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
         help="The dtype to compute in; without it, float64 if the script allows it, else its own.",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Write what was compared to FILE, as JSON.")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="Write a page with the differences to FILE.")
     parser.add_argument("--explain", metavar="CODE", help="Say what a finding's code stands for, and end.")
     parser.set_defaults(func=verify_command, script_args=[])
     return parser
@@ -40,6 +41,7 @@ def verify_command(args: argparse.Namespace) -> int:
     """Run the layouts, print the table, and return 0 (all agree), 1 (one differs) or 2 (one couldn't be run)."""
     from .verify.findings import CODES
     from .verify.layouts import LAYOUTS, chosen
+    from .verify.page import as_html
     from .verify.prove import prove
     from .verify.report import as_json, as_text
     from .verify.runs import VerificationError
@@ -65,6 +67,8 @@ def verify_command(args: argparse.Namespace) -> int:
         return 2
     if args.report:
         args.report.write_text(json.dumps(as_json(proof), indent=2) + "\n")
+    if args.html:
+        args.html.write_text(as_html(proof), encoding="utf-8")
     print(as_text(proof))
     return proof.exit_code
 

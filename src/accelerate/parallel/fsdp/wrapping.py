@@ -25,6 +25,8 @@ def find_wrap_units(
 ) -> list[torch.nn.Module]:
     """Return the modules in ``model`` that ``policy`` wraps, children before parents, without ``model`` itself.
 
+    A module with a parameter that is tied to one outside of it is left out: the unit around both shards it.
+
     Args:
         policy: None wraps nothing.
         ignored: modules to skip, with all modules inside them.
@@ -34,14 +36,14 @@ def find_wrap_units(
     left_out = {part for module in ignored for part in module.modules()}
     chosen = modules_of_policy(policy, model, left_out)
     if chosen is not None:
-        return [module for module in _children_first(model) if module in chosen and module is not model]
+        return _untied(model, [module for module in _children_first(model) if module in chosen and module is not model])
     assert callable(policy), "a policy object has chosen above"
     units: list[torch.nn.Module] = []
     _descend(model, policy, left_out, units, is_root=True)
     units = list(dict.fromkeys(units))  # a module that has two places is one unit
     if _is_by_class(policy):
-        units += [part for part in _embedding_and_head(model) if part not in units and part not in left_out]
-    return units
+        units += [part for part in _embedding(model) if part not in units and part not in left_out]
+    return _untied(model, units)
 
 
 def _children_first(module: torch.nn.Module) -> Iterable[torch.nn.Module]:
@@ -75,27 +77,28 @@ def _is_by_class(policy: WrapPolicy) -> bool:
     return getattr(policy, "func", None) is transformer_auto_wrap_policy
 
 
-def _embedding_and_head(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the input embedding and output head, if the model names them; tied ones stay in the root unit."""
-    ends: list[torch.nn.Module] = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        getter = getattr(model, name, None)
-        try:
-            end = getter() if callable(getter) else None
-        except NotImplementedError:  # models without such a part say so
-            end = None
-        if isinstance(end, torch.nn.Module) and end is not model:
-            ends.append(end)
-    parameters = [id(parameter) for end in ends for parameter in end.parameters()]
-    tied = len(parameters) != len(set(parameters)) or _has_outside_ties(model, ends)
-    return [] if tied else ends
+def _embedding(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the input embedding, if the model names it.
+
+    The output head stays in the root unit, which is unsharded wherever the head is: programs read its weight without
+    calling it (a loss in chunks), and gradients that pass a unit by aren't reduced.
+    """
+    getter = getattr(model, "get_input_embeddings", None)
+    try:
+        found = getter() if callable(getter) else None
+    except NotImplementedError:  # models without such a part say so
+        return []
+    return [found] if isinstance(found, torch.nn.Module) and found is not model else []
 
 
-def _has_outside_ties(model: torch.nn.Module, ends: list[torch.nn.Module]) -> bool:
-    inside = {part for end in ends for part in end.modules()}
-    ours = {id(parameter) for end in ends for parameter in end.parameters()}
-    others = (part for part in model.modules() if part not in inside)
-    return any(id(parameter) in ours for part in others for parameter in part.parameters(recurse=False))
+def _untied(model: torch.nn.Module, units: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the units without parameters that a module outside of them has too."""
+    owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(part)
+    tied = [set(parts) for parts in owners.values() if len(parts) > 1]
+    return [unit for unit in units if not any(set() < places & {*unit.modules()} < places for places in tied)]
 
 
 def find_ignored(modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module) -> list[torch.nn.Module]:

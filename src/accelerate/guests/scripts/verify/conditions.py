@@ -20,7 +20,8 @@ class Conditions:
         splits_batches: several processes share each batch of the script, and loaders give only full batches.
         multiple: full batches have a multiple of this many samples.
         num_parts: how many micro-batches each batch of the script becomes, in scripts that accumulate gradients.
-        num_shares: by how much smaller batches are, in scripts that divide the data between processes themselves.
+        num_shares: by how much smaller batches are, in scripts that divide the data between processes themselves, or
+            whose schedule is as many times longer; prepared loaders then don't split batches.
         dtype: the dtype of parameters and inputs; "" leaves them as they are.
         mixed_precision: of the Accelerator; "" leaves it as it is.
         mesh: the size of each axis of parallelism that isn't 1, in place of the script's own sizes.

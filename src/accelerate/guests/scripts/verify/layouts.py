@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
@@ -38,14 +39,25 @@ class Layout:
     resumed_ranks: int = 0
     needs: Callable[[Record], str] = lambda reference: ""
 
+    @property
+    def num_shares(self) -> int:
+        """The number of shares of the data."""
+        return self.ranks // math.prod(size for axis, size in self.mesh if axis in ("tp", "cp", "pp"))
+
 
 def _accelerated(reference: Record) -> str:
     return "" if "Accelerator" in reference.uses else "the script doesn't use the Accelerator"
 
 
 def _accumulating(reference: Record) -> str:
-    if "accumulate" not in reference.uses:
+    if not {"accumulate", "Trainer"} & set(reference.uses):
         return "the script doesn't call accelerator.accumulate()"
+    return _accelerated(reference)
+
+
+def _resumable(reference: Record) -> str:
+    if "Trainer" in reference.uses:
+        return "a Trainer saves its checkpoints itself, not by accelerator.save_state()"
     return _accelerated(reference)
 
 
@@ -95,14 +107,14 @@ LAYOUTS: Final = (
     Layout("fsdp2_bf16", "2 processes in bfloat16, sharded", 2, _FSDP2, precision="bf16", needs=_accelerated),
     Layout("recompute", "activations computed again", recomputes=True, needs=_accelerated),
     Layout("compile", "torch.compile", flags=("--dynamo_backend", "aot_eager"), needs=_accelerated),
-    Layout("resume", "stopped and resumed, twice", resumes=2, needs=_accelerated),
+    Layout("resume", "stopped and resumed, twice", resumes=2, needs=_resumable),
     Layout(
         "resume_ranks",
         "2 processes, stopped, resumed on 1",
         2,
         resumes=1,
         resumed_ranks=1,
-        needs=_accelerated,
+        needs=_resumable,
     ),
 )
 

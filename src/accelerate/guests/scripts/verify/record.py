@@ -100,7 +100,7 @@ class Record:
         normalizes: the names of layers that normalise over their process's batch.
         is_rounded: the forward pass ran in bfloat16 or float16.
         uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "stream",
-            "context", "pipeline", "tensor plan", "expert plan".
+            "context", "pipeline", "tensor plan", "expert plan", "Trainer" (of transformers).
         share: which share of the data this process read; several may read the same.
     """
 

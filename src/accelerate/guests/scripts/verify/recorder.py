@@ -53,6 +53,7 @@ class Recorder:
         self._loose: dict[str, torch.nn.Parameter] = {}  # trained parameters of no module
         self._accelerators: list[Accelerator] = []
         self._batch: list[int] = []  # the indices that were read last
+        self._fetched: list[list[int]] = []  # the batches since the last backward pass
         self._read: list[list[int]] = []  # the batches of the backward passes so far
         self._before_clipping: dict[str, Moments | None] | None = None
         self._norm: float | None = None
@@ -107,8 +108,11 @@ class Recorder:
             if self._depth == 0:  # not when activation checkpointing recomputes a part
                 each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
-                if not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
+                if "Trainer" in self._record.uses:  # it reads all batches of an update before the first pass
+                    self._read.extend(self._fetched)
+                elif not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
                     self._read.append(self._batch)
+                self._fetched.clear()
                 self._num_reductions += self._reduces
                 self._reduces = False
                 self._line = self._line_of(sys._getframe(1))
@@ -158,6 +162,8 @@ class Recorder:
     def _with_accelerator(self, make: Callable[..., object]) -> Callable[..., object]:
         def made(accelerator: Accelerator, *args: object, **kwargs: Any) -> None:
             self._use("Accelerator")
+            if trainer_of(sys._getframe(1)) is not None:
+                self._use("Trainer")
             for axis, name in (("tp", "tensor plan"), ("ep", "expert plan")):
                 handler = getattr(kwargs.get("parallelism_config"), f"{axis}_handler", None)
                 if getattr(handler, "plan", None):
@@ -179,6 +185,7 @@ class Recorder:
         def fetched(fetcher: object, index: object) -> object:
             if isinstance(index, list):
                 self._batch = [one if isinstance(one, int) else int(one) for one in index]
+                self._fetched.append(self._batch)
                 if self._conditions.reorders:
                     index = index[::-1]
             return fetch(fetcher, index)
@@ -278,7 +285,7 @@ class Recorder:
                 if own <= known:  # another wrapper around the same parameters
                     continue
                 known |= own
-                name = type(_unwrapped(root)).__name__
+                name = type(_unwrapped(root)).__name__.removeprefix("FSDP")  # which fully_shard puts before it
                 found[f"{name}{numbers[name] or ''}"] = root
                 numbers[name] += 1
             self._roots = {"": next(iter(found.values()))} if len(found) == 1 else found
@@ -387,6 +394,15 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if inner is not None and len(module._modules) == 1:
             return _unwrapped(inner)
     return module
+
+
+def trainer_of(frame: FrameType | None) -> Any:
+    """Return the Trainer of transformers whose method is being called; None if there is none."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
 
 
 def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

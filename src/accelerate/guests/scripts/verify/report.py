@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -10,25 +11,32 @@ from .prove import Outcome, Proof
 
 def as_text(proof: Proof) -> str:
     """Return a table of the layouts, and below it the first difference of each that differs."""
-    rows = [(outcome.layout.name, outcome.layout.text, _result(outcome)) for outcome in proof.outcomes]
+    rows = [(outcome.layout.name, outcome.layout.text, result_text(outcome)) for outcome in proof.outcomes]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{proof.script}: {proof.num_updates} updates of one process in {proof.dtype}, and the same in layouts"]
     lines += [f"  {name:<{widths[0]}}  {text:<{widths[1]}}  {result}" for name, text, result in rows]
     for outcome in proof.outcomes:
-        found = outcome.finding
-        if found is not None:
-            subject = f"{found.quantity} of {found.name}" if found.name else found.quantity
-            lines += ["", f"{found.layout}: update {found.update}, {subject}: {found.text} [{found.code}]"]
-            if found.lines[0]:
-                backward = f", backward pass at line {found.lines[1]}" if found.lines[1] else ""
-                lines.append(f"  {proof.script}:{found.lines[0]}: the step{backward}")
-        elif outcome.state == "failed":
-            lines += ["", f"{outcome.layout.name}: {outcome.why}"]
+        if outcome.state in ("differs", "failed"):
+            lines += ["", finding_text(proof, outcome)]
     lines += [f"Note: {note}" for note in proof.notes]
     return "\n".join(lines)
 
 
-def _result(outcome: Outcome) -> str:
+def finding_text(proof: Proof, outcome: Outcome) -> str:
+    """Return the first difference of a layout, or why it couldn't be run, as lines of text."""
+    found = outcome.finding
+    if found is None:
+        return f"{outcome.layout.name}: {outcome.why}"
+    subject = f"{found.quantity} of {found.name}" if found.name else found.quantity
+    text = f"{found.layout}: update {found.update}, {subject}: {found.text} [{found.code}]"
+    if found.lines[0]:
+        backward = f", backward pass at line {found.lines[1]}" if found.lines[1] else ""
+        text += f"\n  {proof.script}:{found.lines[0]}: the step{backward}"
+    return text
+
+
+def result_text(outcome: Outcome) -> str:
+    """Return the state of a layout with its time, or the reason why it was skipped."""
     if outcome.state == "skipped":
         return f"skipped: {outcome.why}"
     return f"{outcome.state} ({outcome.seconds:.0f} s)"
@@ -48,8 +56,14 @@ def as_json(proof: Proof) -> dict[str, Any]:
                 "state": outcome.state,
                 "why": outcome.why,
                 "seconds": round(outcome.seconds, 2),
+                "excesses": {kind: list(map(_finite, values)) for kind, values in outcome.excesses.items()},
                 "finding": None if outcome.finding is None else asdict(outcome.finding),
             }
             for outcome in proof.outcomes
         ],
     }
+
+
+def _finite(value: float) -> float | None:
+    """Return the value, or None for one that JSON doesn't have."""
+    return value if math.isfinite(value) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sized
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from ....plugins.parallelism import ParallelismConfig
 from ....plugins.recompute import ActivationCheckpointing
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
-from .recorder import wrap
+from .recorder import trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
@@ -81,11 +82,13 @@ def _under(conditions: Conditions, make: Callable[..., object]) -> Callable[...,
         if conditions.splits_batches:
             given = kwargs.get("dataloader_config")
             configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
-            configuration.split_batches = True
+            configuration.split_batches = conditions.num_shares == 1
             kwargs["dataloader_config"] = configuration
         if conditions.num_parts > 1:
-            plugin = kwargs.get("gradient_accumulation_plugin")
-            if plugin is not None:
+            plugin, trainer = kwargs.get("gradient_accumulation_plugin"), trainer_of(sys._getframe(1))
+            if trainer is not None:  # it counts its micro-batches, and divides by their number, itself
+                trainer.args.gradient_accumulation_steps *= conditions.num_parts
+            elif plugin is not None:
                 plugin.num_steps *= conditions.num_parts
             else:
                 kwargs["gradient_accumulation_steps"] = (
