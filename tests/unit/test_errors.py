@@ -249,7 +249,7 @@ OTHERWISE: Final[dict[str, str]] = {
     "commands/parser.py count argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "commands/parser.py _processes_per_machine argparse.ArgumentTypeError": "argparse prints it",
     "commands/parser.py reader_of.read argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
-    "guests/scripts/verify/prove.py _Prover._reference error": "the first attempt's, because the second failed too",
+    "guests/scripts/verify/prove.py _Prover._first_run error": "the first attempt's, because the second failed too",
     "data_loader/dispatch.py _raise global_batches.failure": "what the reader met on this rank, as it was",
     "distributed/store_requests.py PendingRequest.response self._error": "what a request in a thread met, as it was",
 }
