@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
 from accelerate.guests.megatron import groups
+from accelerate.launch import preflight
 from accelerate.launch.arguments import settings_of
 from accelerate.launch.engine import count_processes
 from accelerate.launch.plan import LaunchPlan
@@ -57,7 +59,9 @@ def parsed(*words: str) -> Any:
 
 
 def plan(*words: str) -> LaunchPlan:
-    return plan_launch(parsed(*words))[2]
+    """Plan as on a machine on which nothing listens; another test's launch may hold the default port meanwhile."""
+    with mock.patch.object(preflight, "is_port_in_use", return_value=False):
+        return plan_launch(parsed(*words))[2]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
