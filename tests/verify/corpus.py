@@ -224,6 +224,10 @@ RIGHT: Final = {
         )
     ),
     "warm_up": Script((("StepLR(optimizer, 2, 0.5)", "LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))"),)),
+    "micro_batches_set_later": Script(
+        (("accelerator = Accelerator()", "accelerator = Accelerator()\naccelerator.gradient_accumulation_steps = 2"),),
+        "parts2,ranks2",
+    ),
     "nesterov": Script(((ADAM, "SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)"),)),
     "two_losses": Script(
         ((BACKWARD, f"{BACKWARD}\n            accelerator.backward(model(inputs * 2).square().mean())"),),

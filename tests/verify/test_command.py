@@ -77,8 +77,11 @@ def test_layouts_that_a_script_cannot_be_run_in_are_skipped_and_the_report_says_
 def test_nothing_is_written_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
-    script.write_text(LOOP + "            torch.save(model.state_dict(), 'model.pt')\n")
-    assert main([str(script), "--num_steps", "3", "--layouts", "parts2"]) == 0
+    project = "Accelerator(project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))"
+    text = LOOP.replace("Accelerator()", project).replace("import set_seed", "import ProjectConfiguration, set_seed")
+    saves = "torch.save(model.state_dict(), 'model.pt')\n            accelerator.save_state()\n"
+    script.write_text(f"{text}            {saves}")
+    assert main([str(script), "--num_steps", "3", "--layouts", "parts2,resume"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

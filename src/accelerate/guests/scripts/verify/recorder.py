@@ -345,6 +345,7 @@ class Recorder:
             for batch in iterate(loader):
                 yield batch
                 if self._conditions.saves_at and self._record.num_steps >= self._conditions.saves_at:
+                    self._accelerators[-1].project_configuration.automatic_checkpoint_naming = False
                     self._accelerators[-1].save_state(self._conditions.save_to)
                     self.end()
 

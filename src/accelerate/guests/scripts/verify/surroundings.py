@@ -39,7 +39,9 @@ def apply(conditions: Conditions, folder: Path) -> None:
     wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
     if conditions.splits_batches:
         wrap(DataLoader, "__init__", partial(_with_full_batches, conditions))
-    wrap(Accelerator, "__init__", partial(_under, conditions))
+    wrap(Accelerator, "__init__", partial(_under, conditions, folder))
+    if conditions.num_parts > 1:
+        _accumulate_more(conditions.num_parts)
     if conditions.dtype:
         _compute_in(getattr(torch, conditions.dtype))
     if conditions.noise:
@@ -75,8 +77,8 @@ def _with_full_batches(conditions: Conditions, make: Callable[..., object]) -> C
     return made
 
 
-def _under(conditions: Conditions, make: Callable[..., object]) -> Callable[..., object]:
-    """Return a constructor of Accelerators with the conditions."""
+def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) -> Callable[..., object]:
+    """Return a constructor of Accelerators with the conditions, whose project is in `folder`."""
 
     def made(accelerator: object, *args: object, **kwargs: Any) -> None:
         if conditions.splits_batches:
@@ -105,9 +107,23 @@ def _under(conditions: Conditions, make: Callable[..., object]) -> Callable[...,
             kwargs["parallelism_config"] = _mesh_of(conditions, kwargs.get("parallelism_config"))
             if not conditions.shards:
                 kwargs.pop("fsdp_plugin", None)
+            if kwargs.get("project_dir") is not None:
+                kwargs["project_dir"] = str(folder / "project")
+            if kwargs.get("project_config") is not None:
+                kwargs["project_config"].set_directories(str(folder / "project"))
         make(accelerator, *args, **kwargs)
 
     return made
+
+
+def _accumulate_more(num_parts: int) -> None:
+    """Let a script that sets the number of micro-batches later set the one of the run."""
+    steps: Any = Accelerator.gradient_accumulation_steps
+
+    def set_steps(accelerator: Accelerator, value: int) -> None:
+        steps.fset(accelerator, value * num_parts)
+
+    Accelerator.gradient_accumulation_steps = property(steps.fget, set_steps)  # type: ignore[assignment]
 
 
 def _mesh_of(conditions: Conditions, given: ParallelismConfig | None) -> ParallelismConfig | None:
@@ -180,6 +196,24 @@ def _keep_saves_in(folder: Path) -> None:
 
         return load_from_there
 
+    def saving_state(save: Callable[..., object]) -> Callable[..., object]:
+        def saved(accelerator: object, output_dir: Any = None, *args: object, **kwargs: object) -> object:
+            is_own = output_dir is None or folder.parent in Path(os.path.abspath(output_dir)).parents  # the recorder's
+            return save(accelerator, output_dir if is_own else place(output_dir), *args, **kwargs)
+
+        return saved
+
+    def loading_state(load: Callable[..., object]) -> Callable[..., object]:
+        def loaded(accelerator: object, input_dir: Any = None, *args: object, **kwargs: object) -> object:
+            saved = place(input_dir)
+            return load(
+                accelerator, saved if isinstance(saved, Path) and saved.exists() else input_dir, *args, **kwargs
+            )
+
+        return loaded
+
+    wrap(Accelerator, "save_state", saving_state)
+    wrap(Accelerator, "load_state", loading_state)
     wrap(torch, "save", saving)
     wrap(torch, "load", loading)
     wrap(Accelerator, "save", writing)
