@@ -295,19 +295,19 @@ def test_every_option_says_what_it_is_for() -> None:
     assert not [f"{group}.{option.name}" for group in GROUPS for option in rows(group) if len(option.help) < 8]
 
 
-def test_settings_are_imported_without_torch_and_fast() -> None:
+def test_settings_are_imported_without_torch_and_with_few_modules() -> None:
     program = (
-        "import sys, time; before = time.process_time()\n"
+        "import sys; before = set(sys.modules)\n"
         "import accelerate.settings.run\n"
-        "print(time.process_time() - before, 'torch' in sys.modules, 'yaml' in sys.modules)"
+        "print(*sorted(set(sys.modules) - before))"
     )
     source = str(Path(__file__).parents[2] / "src")
-    best = 9.0
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONPATH": source}
-        )
-        seconds, has_torch, has_yaml = done.stdout.split()
-        assert (has_torch, has_yaml) == ("False", "False")
-        best = min(best, float(seconds))
-    assert best < 0.15  # measured here: 0.03 to 0.06 CPU seconds, with the package itself
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONPATH": source}
+    )
+    modules = done.stdout.split()
+    ours = [name for name in modules if name.startswith("accelerate")]
+    assert {name.partition(".")[0] for name in modules} <= {*sys.stdlib_module_names, "accelerate"}, modules
+    # 40 of ours and up to 71 of Python's: 0.03 to 0.06 CPU seconds on a quiet machine, with the package itself.
+    assert len(ours) <= 45, ours
+    assert len(modules) - len(ours) <= 110, modules

@@ -63,7 +63,7 @@ def test_the_host_cant_touch_the_devices_memory() -> None:
 
 
 def copies_that_nobody_waited_for() -> dict[str, object]:
-    torch.sim.set_copy_delay(100_000)
+    torch.sim.set_copy_delay(1_000_000)
     host = torch.arange(1000.0).pin_memory()
     start = time.monotonic()
     moved = host.to("sim", non_blocking=True)
@@ -88,7 +88,7 @@ def copies_that_nobody_waited_for() -> dict[str, object]:
 
 def test_a_missing_synchronisation_shows() -> None:
     found = on_devices(copies_that_nobody_waited_for)[0]
-    assert found.pop("waited") < 0.08
+    assert found.pop("waited") < 0.8
     assert found == {
         "seen": [-1.0, -1.0, -1.0], "early": 0.0, "late": 1000.0, "missed": True, "after the event": 5000.0,
     }  # fmt: skip

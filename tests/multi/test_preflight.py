@@ -36,4 +36,4 @@ def test_clocks_of_one_machine_agree() -> None:
 
         return probe.clock_ahead(join_world(cpu=True))
 
-    assert all(abs(seconds) < 0.5 for seconds in run_on_ranks(ahead))
+    assert all(abs(seconds) < 5 for seconds in run_on_ranks(ahead))
