@@ -861,7 +861,7 @@ class Accelerator(ReplaceableSteps):
         placed = self.device_placement if device_placement is None else device_placement
         prepared: Any = self._place_model(model, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
-            _register(self._models, model)
+            _register(self._models, self.strategy.state.saved_model(model, model))
             return prepared
         prepared.__dict__["_is_accelerate_prepared"] = True
         return self._register_model(model, prepared)
@@ -884,8 +884,8 @@ class Accelerator(ReplaceableSteps):
         self.strategy = strategy
 
     def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:
-        _register(self._models, self.strategy.state.saved_model(model, prepared))
-        self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
+        saved = _register(self._models, self.strategy.state.saved_model(model, prepared))
+        self._prepared_models |= dict.fromkeys(map(id, (model, saved, prepared)), prepared)
         return prepared
 
     def prepare_optimizer(

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final, overload
+from typing import TYPE_CHECKING, Any, ClassVar, final, overload
 
 import torch
 
@@ -24,7 +24,6 @@ from .plugins import Engine, Plugins
 from .precision import choose as choose_precision
 from .settings.env import flag, restore_variables
 from .settings.labels import DistributedType
-from .settings.tree import ROWS
 from .training.accumulation import GradientState
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ __all__ = [
     "get_mixed_precision_context_manager",
     "is_initialized",
 ]
-
-#: Attributes of AcceleratorState that exist only if the run uses the engine.
-_PARADIGMS: Final = {name: row.options.option_group.title for row in ROWS if row.paradigm for name in row.arguments}
 
 
 def is_initialized() -> bool:
@@ -125,7 +121,10 @@ class _View(ABC):
                 f"`{owner}` object has no attribute `{name}`. This happens if `{owner}._reset_state()` was called and "
                 "an `Accelerator` or `PartialState` was not reinitialized. Make the Accelerator anew."
             )
-        paradigm = _PARADIGMS.get(name)
+        from .settings.tree import ROWS  # here, because most programs don't need the tables
+
+        engines = (row for row in ROWS if row.paradigm and name in row.arguments)
+        paradigm = next((row.options.option_group.title for row in engines), "")
         why = f": this run doesn't use {paradigm}. Ask with `getattr(state, {name!r}, None)`." if paradigm else ""
         raise AttributeError(f"'{owner}' object has no attribute '{name}'{why}")
 
@@ -432,8 +431,9 @@ class AcceleratorState(_View):
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
         self.use_ipex: bool | None = None
-        asked = (row.paradigm for row in ROWS if row.paradigm and getattr(settings, row.name) is not None)
-        chosen = next(asked, None)
+        from .settings.tree import ROWS
+
+        chosen = next((row.paradigm for row in ROWS if row.paradigm and getattr(settings, row.name)), None)
         is_xla = bool(world.kind.runtime)  # sharding is a way of compiling there
         if chosen is not None and not is_xla and (world.backend is not None or settings.fsdp is None):
             self.distributed_type = DistributedType(chosen)

@@ -19,6 +19,7 @@ from accelerate.checkpointing.manifest import Manifest, measure
 from accelerate.distributed.world import World, join_world
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.training import ProjectOptions
+from tests.checkpoint_parts import transaction
 from tests.ranks import run_on_ranks
 
 
@@ -223,7 +224,7 @@ def test_nodes_with_disks_of_their_own_each_commit_their_folder(tmp_path: Path) 
         world = joined()
         store = CheckpointStore(tmp_path / f"disk{world.rank}" / "ck", world, on_each_node=on_each_node)
         store.ranks = _Node(world)
-        with store.transaction() as staging:
+        with transaction(store) as staging:
             if staging.is_writer:
                 with staging.create("shared") as file:
                     file.write(b"1")

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         clean_state_dict_for_safetensors,
         convert_file_size_to_int,
         export_model,
-        load_weights,
         save_model,
     )
 
@@ -84,7 +83,6 @@ __all__ = [
     "export_model",
     "load",
     "load_custom_state",
-    "load_weights",
     "merge_fsdp_weights",
     "save",
     "save_custom_state",
@@ -112,8 +110,7 @@ __getattr__: Callable[[str], Any] = names_from(
         "background": "Background",
         "codec": "EncodingError",
         "store": "CheckpointStore StagingDirectory",
-        "weights": "export_model Selection"
-        " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
+        "weights": "export_model Selection clean_state_dict_for_safetensors convert_file_size_to_int save_model",
         "dcp": "merge_fsdp_weights",
         "missed": "watch_first_step",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",

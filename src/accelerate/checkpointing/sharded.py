@@ -37,7 +37,7 @@ from .shards_item import ShardsItem
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 
-    from .weights import LoadedKeys, LoadTarget
+    from .weights import LoadTarget
 
 # ------------------------------------------------------------------------------------ saving and loading shards
 
@@ -536,7 +536,7 @@ class _ShardedModel:
         """Return the live tensors."""
         return self._access.model_shards(self._model)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> LoadedKeys:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> object:
         """Copy to every tensor its shard of the value of the same name."""
         own = {name: value for name, value in self.state_dict().items() if not is_statistic(name)}
         packed = {f"{name}.weight" for name, _ in packed_layers(self._model)}

@@ -254,13 +254,6 @@ class Store(ABC):
                 self.abandon(staging)
                 raise
 
-    @contextmanager
-    def transaction(self, description: Manifest | None = None) -> Iterator[StagingDirectory]:
-        """Enter a context with a staging directory, and commit it if the block succeeds on every rank."""
-        staging = self.begin(description)
-        with self.committing(staging):
-            yield staging
-
     # ------------------------------------------------------------------------------------------- reading
 
     @abstractmethod

@@ -402,20 +402,6 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-class LoadedKeys(Protocol):
-    """The result of ``load_state_dict``: missing and unexpected keys."""
-
-    @property
-    def missing_keys(self) -> list[str]:
-        """The names of the model that the state dict doesn't have."""
-        ...
-
-    @property
-    def unexpected_keys(self) -> list[str]:
-        """The names of the state dict that the model doesn't have."""
-        ...
-
-
 class LoadTarget(Protocol):
     """A target to load full weights into: a module, or an object that shards them for a module."""
 
@@ -429,31 +415,6 @@ class LoadTarget(Protocol):
         ...
 
 
-def load_weights(
-    model: LoadTarget,
-    folder: str | PathLike[str],
-    index: int = 0,
-    *,
-    strict: bool = True,
-    map_location: MAP_LOCATION = "cpu",
-    load_kwargs: Mapping[str, Any] | None = None,
-    may_lack: Callable[[str], bool] | None = None,
-    **load_state_dict_options: Any,
-) -> LoadedWeights:
-    """Load the weights in ``folder`` into ``model``.
-
-    A tied name that the files leave out is loaded too, if the model ties it as well. ``may_lack(name)`` is true for
-    weights that were left out on purpose: the model keeps its own.
-
-    Raises:
-        CheckpointError: the files can't be read, or don't fit the model (with ``strict``, also by their names).
-    """
-    with open_weights(folder, index, map_location=map_location, **(load_kwargs or {})) as weights:
-        state, name = weights.state_dict(), f"{', '.join(weights.files)} in {folder}"
-        keys = loader_of(model, state, name, strict=strict, may_lack=may_lack, **load_state_dict_options)()
-        return LoadedWeights(keys, list(weights.files))
-
-
 def loader_of(
     model: LoadTarget,
     state: StateDict,
@@ -462,8 +423,11 @@ def loader_of(
     strict: bool = True,
     may_lack: Callable[[str], bool] | None = None,
     **load_state_dict_options: Any,
-) -> Callable[[], LoadedKeys]:
-    """Return a function that loads ``state``, read from ``source``, as :func:`load_weights` does.
+) -> Callable[[], object]:
+    """Return a function that loads ``state``, read from ``source``, into ``model``.
+
+    A tied name that ``state`` leaves out is loaded too, if the model ties it as well. ``may_lack(name)`` is true for
+    weights that were left out on purpose: the model keeps its own.
 
     Raises:
         CheckpointError: the weights don't fit the model, which is unchanged.
@@ -475,7 +439,7 @@ def loader_of(
     if may_lack is not None:
         state |= {name: value for name, value in own.items() if name not in state and may_lack(name)}
 
-    def load() -> LoadedKeys:
+    def load() -> object:
         loaded = state
         if load_state_dict_options.get("assign"):  # not tensors that are memory-mapped from files
             loaded = {name: value.clone() for name, value in state.items()}
@@ -498,15 +462,6 @@ def _misfit(source: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CheckpointError(f"{source} doesn't fit the model: {error}") from error
-
-
-@dataclass(frozen=True)
-@final
-class LoadedWeights:
-    """The result of ``load_state_dict``, and the files read."""
-
-    keys: LoadedKeys
-    files: list[str]
 
 
 # ------------------------------------------------------------- selections: some weights, another dtype, models only

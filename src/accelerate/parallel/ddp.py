@@ -145,9 +145,10 @@ class DataParallel(Strategy):
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters unchanged."""
-        if isinstance(model, DistributedDataParallel):
-            if model.will_sync_module_buffers():
-                self.broadcasting[model] = ref(model)
+        own, given = self.unwrap(model, keep_torch_compile=False), replica_in(model)
+        if given is not None:
+            if given.will_sync_module_buffers():
+                self.broadcasting[own] = ref(given)
             return model
         if not any(p.requires_grad for p in model.parameters()):
             return model
@@ -163,7 +164,7 @@ class DataParallel(Strategy):
         if handler is not None:
             handler.register_comm_hook(replica)
         if replica.will_sync_module_buffers():
-            self.broadcasting[model] = ref(replica)
+            self.broadcasting[own] = ref(replica)
         replica.awaiting_backward = {}
         if replica.find_unused_parameters and not replica.static_graph:
             replica.register_forward_hook(_remember_outputs)

@@ -197,19 +197,17 @@ def _wrapper_classes() -> tuple[type, ...]:
 
 
 def unwrap(model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
-    """Return the model without its data-parallel, sharding and engine wrappers.
+    """Return the model without its data-parallel, sharding and engine wrappers, in whatever order they were added.
 
     A compiled model stays compiled unless ``keep_torch_compile`` is False; the mixed-precision forward stays
     unless ``keep_fp32_wrapper`` is False. An object without wrappers is returned unchanged.
     """
-    compiled = model if is_compiled_module(model) else None
-    if compiled is not None:
-        model = original_module(compiled)
-    classes = _wrapper_classes()
-    while isinstance(model, classes):
-        model = model.get_submodule("module")
-    if is_compiled_module(model):  # compiled first, wrapped after
-        compiled, model = model, original_module(model)
+    compiled, classes = None, _wrapper_classes()
+    while is_compiled_module(model) or isinstance(model, classes):
+        if is_compiled_module(model):
+            compiled, model = model, original_module(model)
+        else:
+            model = model.get_submodule("module")
     if not keep_fp32_wrapper and isinstance(model, torch.nn.Module):
         restore_forward(model)
     if not keep_torch_compile:
@@ -218,6 +216,12 @@ def unwrap(model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_co
         return model if compiled is None else compiled
     # The user keeps training the wrapped compiled object, so the inner model gets a compiled object of its own.
     return compile_like(compiled, model)
+
+
+def compile_like_given(given: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module:
+    """Return ``model``, the wrapped inner model of ``given``, compiled if ``given`` is."""
+    inner = unwrap(given)
+    return compile_like(inner, model) if is_compiled_module(inner) else model
 
 
 def extract_model_from_parallel(

@@ -34,8 +34,8 @@ class ModelState(ABC, Generic[Owner]):
         return parameters_by_name(self.strategy.unwrap(model, keep_torch_compile=False))
 
     def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return ``model`` or ``prepared``, whichever is saved, passed to hooks and asked for gradients."""
-        return model
+        """Return the user's own model or ``prepared``, whichever is saved, passed to hooks and asked for gradients."""
+        return self.strategy.unwrap(model, keep_torch_compile=False)
 
     @abstractmethod
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:

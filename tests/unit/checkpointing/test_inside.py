@@ -28,8 +28,8 @@ from accelerate.checkpointing.remote import RemoteStore
 from accelerate.checkpointing.series import inspect
 from accelerate.checkpointing.storage import RemoteStorage, inside, storage_of
 from accelerate.checkpointing.store import CheckpointStore
-from accelerate.checkpointing.weights import load_weights
 from accelerate.errors import CheckpointError
+from tests.checkpoint_parts import load_weights
 
 PACKAGE: Final = Path(accelerate.__file__).parent
 

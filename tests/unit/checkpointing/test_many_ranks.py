@@ -33,6 +33,7 @@ from accelerate.checkpointing.store import CheckpointStore, StagingDirectory
 from accelerate.checkpointing.weights import EVERYTHING
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
+from tests.checkpoint_parts import transaction
 from tests.ranks import run_on_ranks
 from tests.slow import slow_for
 from tests.unit.checkpointing.many_ranks import (
@@ -278,7 +279,7 @@ def test_a_rank_of_8192_reads_what_it_needs_of_what_16384_saved(tmp_path: Path) 
 
 def test_each_file_is_checked_by_one_rank_of_those_that_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path / "c")
-    with store.transaction() as staging:
+    with transaction(store) as staging:
         for number in range(64):
             with staging.create(f"file_{number}") as file:
                 file.write(b"x" * 1000)

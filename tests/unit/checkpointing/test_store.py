@@ -14,11 +14,12 @@ from accelerate.checkpointing import store as store_module
 from accelerate.checkpointing.manifest import Manifest, read_manifest
 from accelerate.checkpointing.store import CheckpointStore, StagingDirectory
 from accelerate.errors import CheckpointError, CheckpointNotFound
+from tests.checkpoint_parts import transaction
 
 
 def save(folder: Path, **files: str) -> None:
     """A committed checkpoint whose files have these contents."""
-    with CheckpointStore(folder).transaction() as staging:
+    with transaction(CheckpointStore(folder)) as staging:
         for name, text in files.items():
             write(staging, name, text)
 
@@ -68,7 +69,7 @@ def test_a_new_folder_appears_with_its_files_and_a_manifest(tmp_path: Path) -> N
 
 def test_nothing_is_there_before_the_block_ends(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).transaction() as staging:
+    with transaction(CheckpointStore(folder)) as staging:
         write(staging, "a", "one")
         assert not folder.exists()
         assert staging.folder.name.startswith(".ck.tmp-")
@@ -77,7 +78,7 @@ def test_nothing_is_there_before_the_block_ends(tmp_path: Path) -> None:
 
 def test_files_that_others_wrote_into_the_staging_folder_belong_to_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).transaction() as staging:
+    with transaction(CheckpointStore(folder)) as staging:
         (staging.folder / "unet").mkdir()
         (staging.folder / "unet" / "weights.bin").write_text("by a hook")
     assert contents(folder) == {"unet/weights.bin": "by a hook"}
@@ -88,7 +89,7 @@ def test_files_that_others_wrote_into_the_staging_folder_belong_to_the_checkpoin
 
 def test_an_error_in_the_block_leaves_no_trace(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with pytest.raises(KeyError, match="mine"), CheckpointStore(folder).transaction() as staging:
+    with pytest.raises(KeyError, match="mine"), transaction(CheckpointStore(folder)) as staging:
         write(staging, "a", "one")
         raise KeyError("mine")
     assert list(tmp_path.iterdir()) == []
@@ -225,7 +226,7 @@ def _save_dying_at(number: int, folder: Path) -> bool:
 
 def test_a_staging_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).transaction() as staging:
+    with transaction(CheckpointStore(folder)) as staging:
         write(staging, "a", "mine")
         save(folder, b="another save of the same folder meanwhile")
         assert staging.folder.exists()
@@ -239,7 +240,7 @@ def test_a_staging_folder_that_another_job_removes_at_any_moment_is_no_error(
     """Two jobs clean up after the same killed save: one finds a folder, and the other has removed it meanwhile."""
     folder = tmp_path / "ck"
     left = tmp_path / ".ck.tmp-left"
-    with CheckpointStore(left).transaction() as staging:
+    with transaction(CheckpointStore(left)) as staging:
         write(staging, "a", "of a killed save")
     is_locked = store_module.is_locked
 
@@ -349,7 +350,7 @@ def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
 
 def test_the_manifest_records_what_was_saved(tmp_path: Path) -> None:
     description = Manifest({}, step=7, strategy="MULTI_CPU", details={"epoch": 2})
-    with CheckpointStore(tmp_path / "ck").transaction(description) as staging:
+    with transaction(CheckpointStore(tmp_path / "ck"), description) as staging:
         with staging.create("x.pkl", pickle=True) as file:
             file.write(b"1")
         staging.details["metrics"] = {"loss": 0.5}

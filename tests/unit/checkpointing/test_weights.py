@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from accelerate.checkpointing import (
     clean_state_dict_for_safetensors,
     convert_file_size_to_int,
-    load_weights,
     save_model,
 )
 from accelerate.checkpointing import weights as weights_module
 from accelerate.errors import CheckpointError, CheckpointNotFound
+from tests.checkpoint_parts import load_weights
 
 
 class Tied(torch.nn.Module):

@@ -41,7 +41,7 @@ from ..gradient_norm import Axes, norm_dtype, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
 from ..held_tensors import HeldTensor
 from ..matrix_optimizer import needs_whole_matrices
-from ..rebind import ensure_weights_retied, inner_optimizer
+from ..rebind import compile_like_given, ensure_weights_retied, inner_optimizer
 from ..state import ModelState
 from .packed import refuse_cast
 from .setup import FSDPStrategy, average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
@@ -90,6 +90,7 @@ class FlatShard(FSDPStrategy):
         if evaluation_mode:
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
+        given, model = model, self.unwrap(model, keep_torch_compile=False)
         model = precision.convert(model)
         if precision.label != "no":
             plugin.set_mixed_precision(precision.label)
@@ -112,7 +113,7 @@ class FlatShard(FSDPStrategy):
         self.flattened.update(flattened_modules(wrapped))
         dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(wrapped)
-        return wrapped if dynamo is None else compile_model(wrapped, dynamo)
+        return compile_model(compile_like_given(given, wrapped), dynamo)
 
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
         plugin, on_cpu = self.plugin, self.world.device.type == "cpu"

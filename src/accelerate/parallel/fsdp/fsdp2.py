@@ -30,7 +30,7 @@ from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
 from ..gradients import ShardedGradients
-from ..rebind import inner_optimizer
+from ..rebind import compile_like_given, inner_optimizer
 from ..replicas import ReplicaGradients, train_in_place
 from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
 from ..state import ModelState
@@ -102,13 +102,14 @@ class FullyShard(FSDPStrategy, ShardedStrategy):
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Cast ``model``, add activation checkpointing, compile and shard it, in this order."""
+        given, model = model, self.unwrap(model, keep_torch_compile=False)
         if evaluation_mode or isinstance(model, FSDPModule):
             if not evaluation_mode and model not in _own:
                 self.recompute(model)
                 key = id(model)
                 self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
                 self._units.update(outer_units(model))
-            return super().place_model(model, precision, device_placement, evaluation_mode=True)
+            return super().place_model(given, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
         if precision.label != "no":
@@ -131,9 +132,8 @@ class FullyShard(FSDPStrategy, ShardedStrategy):
         self._compile_regions(model)
         units = [*experts, *(unit for unit in units if unit not in experts)]
         self._shard(model, units, ignored, experts, keeps_outputs=precision.is_autocast)
-        dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(model)
-        return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
+        return compile_model(compile_like_given(given, model), self.options.plugins.dynamo)
 
     def _compile_regions(self, model: torch.nn.Module) -> None:
         dynamo = self.options.plugins.dynamo
