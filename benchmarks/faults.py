@@ -3,8 +3,8 @@
     python benchmarks/faults.py --peer ~/peer/bin/python
     python benchmarks/faults.py --peer ~/peer/bin/python --only second_resume
 
-``--peer`` names the Python of an environment that has the peer, release 1.15.0. Each row is one function that both
-libraries run on one or two gloo ranks, with the environment variables that torchrun sets. What the ranks saw is
+``--peer``, or PEER_PYTHON, names the Python of an environment that has the peer, release 1.15.0.
+Each row is one function that both libraries run on one or two gloo ranks, as under torchrun. What the ranks saw is
 compared with the plain loop, which is compared with a number in the row. The output is a markdown table: "right" is
 what the plain loop gives. Issues and pull requests are those of the peer's repository.
 """
@@ -440,7 +440,7 @@ def cell(row: Row, right: Any, found: list[Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", help="the Python of the peer's environment", metavar="PYTHON")
+    parser.add_argument("--peer", default=os.environ.get("PEER_PYTHON"), help="the Python of the peer's environment")
     parser.add_argument("--only", action="append", choices=list(ROWS), help="this row; may be given several times")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
