@@ -14,8 +14,7 @@ from html import escape
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from options import default_of, meaning, names, type_of
 
@@ -24,6 +23,8 @@ from accelerate.settings.document import options_with_groups
 from accelerate.settings.option import OptionGroup, OptionInfo
 from accelerate.settings.tree import GROUPS
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def commands_page() -> str:
