@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 def origin(folder: Path) -> str:
     """Return the remote that ``folder`` was cloned from; empty without git or without a remote."""
     try:
-        command = ["git", "-C", str(folder), "remote", "get-url", "origin"]
+        command = ["git", "-C", str(folder), "config", "--get", "remote.origin.url"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except FileNotFoundError:
         return ""
