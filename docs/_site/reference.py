@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from html import escape
@@ -22,6 +23,8 @@ from accelerate.settings.document import options_with_groups
 from accelerate.settings.option import OptionGroup, OptionInfo
 from accelerate.settings.tree import GROUPS
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def commands_page() -> str:
@@ -98,8 +101,16 @@ def _first_line(value: object) -> str:
     return escape((inspect.getdoc(value) or "").partition("\n")[0], quote=False).replace("|", "\\|")
 
 
+def document_page(name: str) -> str:
+    """A document of the repository's root as a page: its links are those of the site."""
+    text = (ROOT / name).read_text()
+    return re.sub(r"\]\(docs/", "](", text)
+
+
 def generated() -> Iterator[tuple[str, str]]:
     """(address of the page, its markdown)."""
+    yield "changelog.md", document_page("CHANGELOG.md")
+    yield "contributing.md", document_page("CONTRIBUTING.md")
     yield "reference/commands.md", commands_page()
     yield "reference/settings.md", settings_page()
     yield "reference/public_names.md", public_names_page()

@@ -21,7 +21,13 @@ from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin, Meg
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 from tests.docs.pages import DOCUMENTS, ROOT
 
-MADE = {"reference/commands.md", "reference/public_names.md", "reference/settings.md"}
+MADE = {
+    "changelog.md",
+    "contributing.md",
+    "reference/commands.md",
+    "reference/public_names.md",
+    "reference/settings.md",
+}
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return importlib.import_module(name)
 
     yield load
-    for name in {"drawings", "options", "reference"} & (set(sys.modules) - before):
+    for name in {"drawings", "options", "reference", "repository"} & (set(sys.modules) - before):
         del sys.modules[name]
 
 
@@ -64,6 +70,46 @@ def test_the_site_works_without_a_network_and_without_a_server() -> None:
     assert "\n  - offline" in configuration and "font: false" in configuration
     (script,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", configuration)
     assert "window.Worker = class" in (DOCUMENTS / script).read_text()
+
+
+def test_a_page_that_is_no_reference_has_at_most_1500_words() -> None:
+    """Records, measurements and lists of what was tested are looked things up in, and not read from top to bottom."""
+    looked_up = {"architecture.md", "benchmarks.md", "clients.md", "gpu.md"}
+    long = {}
+    for page in DOCUMENTS.rglob("*.md"):
+        address = page.relative_to(DOCUMENTS)
+        if address.parts[0] not in ("reference", "decisions") and str(address) not in looked_up:
+            num_words = len(page.read_text().split())
+            long |= {str(address): num_words} if num_words > 1500 else {}
+    assert not long
+
+
+def test_each_example_is_in_the_gallery(site: Any) -> None:
+    shown = re.findall(r"^<!-- example: (\S+) -->$", (DOCUMENTS / "examples.md").read_text(), re.MULTILINE)
+    helpers = {"curves.py", "offline_data.py", "watch_option.py"}
+    scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
+    assert sorted(shown) == sorted(scripts - helpers)
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://user:secret@github.com/someone/accelerate.git", "https://github.com/someone/accelerate"),
+        ("git@github.com:someone/accelerate.git", "https://github.com/someone/accelerate"),
+        ("ssh://git@example.org:2222/group/accelerate", "https://example.org/group/accelerate"),
+        ("/srv/git/accelerate", None),
+        ("file:///srv/git/accelerate", None),
+        ("", None),
+    ],
+)
+def test_the_header_links_the_repository_that_a_clone_came_from(site: Any, remote: str, address: str | None) -> None:
+    assert site("repository").web_address(remote) == address
+
+
+def test_documents_of_the_root_link_pages_of_the_site(site: Any) -> None:
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", site("reference").document_page(name)):
+            assert "://" in target or (DOCUMENTS / target).is_file() or target in MADE, f"{name}: {target}"
 
 
 def test_links_between_pages_lead_somewhere() -> None:
