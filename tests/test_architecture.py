@@ -180,6 +180,7 @@ FOREIGN_PRIVATE: Final[dict[str, str]] = {
     "_subclass_zeros": "torchao: makes state in few bits",
     "_no_split_modules": "transformers: what its models say of themselves",
     "_tie_weights": "transformers",
+    "_normal_accessor": "pathlib of Python 3.10: holds functions of os",
     "_tp_plan": "transformers",
     "_attn_implementation": "transformers",
     "_distributed": "datasets",
@@ -234,8 +235,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
-CORE_LIMIT: Final = (42_436, 312)
-GUESTS_LIMIT: Final = (15_846, 125)
+CORE_LIMIT: Final = (42_436, 311)
+GUESTS_LIMIT: Final = (16_182, 127)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

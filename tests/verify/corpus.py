@@ -224,6 +224,22 @@ RIGHT: Final = {
         )
     ),
     "warm_up": Script((("StepLR(optimizer, 2, 0.5)", "LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))"),)),
+    "rate_counted_by_hand": Script(
+        (
+            ("scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)\n", "num_updates = 0\n"),
+            (PREPARE, prepare("model", "optimizer", "loader")),
+            (
+                "            scheduler.step()",
+                (
+                    "            if accelerator.sync_gradients:\n"
+                    "                num_updates += 1\n"
+                    "                for group in optimizer.param_groups:\n"
+                    "                    group['lr'] = 1e-2 * 0.5 ** (num_updates // 2)"
+                ),
+            ),
+        ),
+        "ranks2,parts2",
+    ),
     "micro_batches_set_later": Script(
         (("accelerator = Accelerator()", "accelerator = Accelerator()\naccelerator.gradient_accumulation_steps = 2"),),
         "parts2,ranks2",
@@ -474,6 +490,24 @@ FAULTS: Final = {
     ),
     "plateau_of_a_rank": Script(
         (PLATEAU, ("scheduler.step()", "scheduler.step(loss.detach())")), "ranks2", "V07", "learning rate", base=BARE
+    ),
+    "plateau_of_an_evaluation": Script(
+        (
+            PLATEAU,
+            (
+                "scheduler.step()",
+                (
+                    "with torch.no_grad():\n"
+                    "                own = x[:8][accelerator.process_index :: accelerator.num_processes]\n"
+                    "                evaluation = model(own.to(inputs)).square().mean()\n"
+                    "            scheduler.step(evaluation)"
+                ),
+            ),
+        ),
+        "ranks2",
+        "V07",
+        "learning rate",
+        base=BARE,
     ),
     "used_on_one_rank": Script(
         (FIND_UNUSED, (CELL, f"gate = gate if accelerator.is_main_process else torch.ones_like(gate)\n        {CELL}")),

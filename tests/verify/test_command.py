@@ -38,8 +38,11 @@ for inputs in torch.utils.data.DataLoader(torch.randn(32, 3), 4):
 def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--explain", "v02"]) == 0
     assert capsys.readouterr().out == f"V02: {CODES['V02']}\n"
-    assert main(["--explain", "V99"]) == 2
-    assert "the codes are V01, " in capsys.readouterr().out
+    assert main(["--explain", "v3"]) == 0
+    assert capsys.readouterr().out == f"V03: {CODES['V03']}\n"
+    for unknown in ("V99", "3", "V0"):
+        assert main(["--explain", unknown]) == 2
+        assert f"--explain {unknown}: no such code. Known: V01, " in capsys.readouterr().out
 
 
 def test_a_script_and_layouts_that_are_not_there_are_refused_at_once(
@@ -49,7 +52,39 @@ def test_a_script_and_layouts_that_are_not_there_are_refused_at_once(
     assert "none.py: there is no such file" in capsys.readouterr().err
     (tmp_path / "train.py").write_text("")
     assert main([str(tmp_path / "train.py"), "--layouts", "ranks2,ranks3"]) == 2
-    assert "--layouts ranks3: no such layout; there are ranks2, ranks4, " in capsys.readouterr().err
+    assert "--layouts ranks3: no such layout. Choose among ranks2, ranks4, " in capsys.readouterr().err
+    for empty in ("", ",", " "):
+        assert main([str(tmp_path / "train.py"), "--layouts", empty]) == 2
+        assert f"--layouts {empty!r} names no layout. Choose among ranks2, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--report", "--html"])
+def test_a_report_that_cannot_be_written_is_refused_at_once(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    for place, why in (("none/out", f"there is no folder {tmp_path / 'none'}. Make it first."), (".", "is a folder.")):
+        assert main([str(tmp_path / "train.py"), option, str(tmp_path / place)]) == 2
+        said = capsys.readouterr().err
+        assert f"{option} {tmp_path / place}" in said and why in said and "Comparing" not in said
+
+
+def test_a_script_that_is_no_program_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    for content, why in (
+        (b"x = 1\nfor x in:\n    pass\n", f"{script}:2: it isn't valid Python (invalid syntax)."),
+        (b"x = 1\n  y = 2\n", f"{script}:2: it isn't valid Python (unexpected indent)."),
+        (b"x = '\xff'\n", f"{script}:1: it isn't valid Python ("),
+        (b"x = '\x00'\n", f"{script}:1: it isn't valid Python ("),
+    ):
+        script.write_bytes(content)
+        assert main([str(script)]) == 2
+        said = capsys.readouterr().err
+        assert why in said and "Traceback" not in said and "Comparing" not in said
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder. Name the Python file to run." in capsys.readouterr().err
+    assert main([]) == 2
+    assert "No script was given." in capsys.readouterr().err
 
 
 def test_a_script_that_does_not_train_is_refused_with_what_it_printed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,27 +41,21 @@ def verify_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
 def verify_command(args: argparse.Namespace) -> int:
     """Run the layouts, print the table, and return 0 (all agree), 1 (one differs) or 2 (one couldn't be run)."""
     from .verify.findings import CODES
-    from .verify.layouts import LAYOUTS, chosen
+    from .verify.layouts import chosen
     from .verify.page import as_html
     from .verify.prove import prove
     from .verify.report import as_json, as_text
     from .verify.runs import VerificationError
 
     if args.explain:
-        text = CODES.get(args.explain.upper())
-        print(f"{args.explain.upper()}: {text}" if text else f"{args.explain}: the codes are {', '.join(CODES)}.")
+        code = re.sub(r"^V(?=\d$)", "V0", args.explain.strip().upper())
+        text = CODES.get(code)
+        print(f"{code}: {text}" if text else f"--explain {args.explain}: no such code. Known: {', '.join(CODES)}.")
         return 0 if text else 2
-    if args.script is None or not args.script.is_file():
-        print(f"accelerate verify: {args.script or 'no script was given'}: there is no such file.", file=sys.stderr)
-        return 2
     try:
+        _check(args)
         layouts = chosen(args.layouts)
-    except KeyError as error:
-        names = ", ".join(layout.name for layout in LAYOUTS)
-        print(f"accelerate verify: --layouts {error.args[0]}: no such layout; there are {names}.", file=sys.stderr)
-        return 2
-    print(f"Comparing {args.num_steps} updates on the CPU, without dropout ...", file=sys.stderr, flush=True)
-    try:
+        print(f"Comparing {args.num_steps} updates on the CPU, without dropout ...", file=sys.stderr, flush=True)
         proof = prove(args.script, args.script_args, args.num_steps, layouts, args.dtype)
     except VerificationError as error:
         print(f"accelerate verify: {error}", file=sys.stderr)
@@ -71,6 +66,33 @@ def verify_command(args: argparse.Namespace) -> int:
         args.html.write_text(as_html(proof), encoding="utf-8")
     print(as_text(proof))
     return proof.exit_code
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check what doesn't need a run: the script, and the places of the reports.
+
+    Raises:
+        VerificationError: something can't be used.
+    """
+    from .verify.runs import VerificationError
+
+    script = args.script
+    if script is None:
+        raise VerificationError("No script was given. Name the Python file to run: accelerate verify train.py.")
+    if script.is_dir():
+        raise VerificationError(f"{script} is a folder. Name the Python file to run.")
+    if not script.is_file():
+        raise VerificationError(f"{script}: there is no such file.")
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise VerificationError(f"{script}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+    for option, file in (("--report", args.report), ("--html", args.html)):
+        if file is not None and file.is_dir():
+            raise VerificationError(f"{option} {file} is a folder. Name a file.")
+        if file is not None and not file.parent.is_dir():
+            raise VerificationError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

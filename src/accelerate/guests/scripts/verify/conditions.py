@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final, final
 
 CONDITIONS: Final = "conditions.json"
+#: The file with the reason why a process couldn't prepare its objects.
+REFUSAL: Final = "refusal.txt"
 
 
 @final
@@ -22,6 +24,8 @@ class Conditions:
         num_parts: how many micro-batches each batch of the script becomes, in scripts that accumulate gradients.
         num_shares: by how much smaller batches are, in scripts that divide the data between processes themselves, or
             whose schedule is as many times longer; prepared loaders then don't split batches.
+        divides_itself: the script makes its batches smaller by the number of shares itself.
+        counts_updates: the lengths of loaders that the script asks for are in updates, not in micro-batches.
         dtype: the dtype of parameters and inputs; "" leaves them as they are.
         mixed_precision: of the Accelerator; "" leaves it as it is.
         mesh: the size of each axis of parallelism that isn't 1, in place of the script's own sizes.
@@ -40,6 +44,8 @@ class Conditions:
     multiple: int = 2
     num_parts: int = 1
     num_shares: int = 1
+    divides_itself: bool = False
+    counts_updates: bool = False
     dtype: str = ""
     mixed_precision: str = ""
     mesh: dict[str, int] = field(default_factory=dict[str, int])

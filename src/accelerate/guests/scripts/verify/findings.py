@@ -247,7 +247,8 @@ class _StepComparison:
         if not _are_equal(expected.rates, found.rates):
             ratio = found.rates[0] / expected.rates[0] if expected.rates and expected.rates[0] else None
             text = f"{_numbers(found.rates)} in place of {_numbers(expected.rates)}"
-            yield self._finding("learning rate", "", "V07", text, ratio)
+            code = "V14" if self._run.parts[self._number] else "V07"
+            yield self._finding("learning rate", "", code, text, ratio)
         yield from self._of_tensors("weights")
         yield from self._of_tensors("states")
         num_batches = len(set(map(tuple, found.samples)))
@@ -294,7 +295,18 @@ class _StepComparison:
             _, name, expected, found = largest
             factor = _factor(expected, found)
             code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
-            yield self._finding(_QUANTITIES[kind], name, code, text, factor)
+            yield self._finding(_QUANTITIES[kind], name, code, text + (self._hint() if code == "V13" else ""), factor)
+
+    def _hint(self) -> str:
+        """Return the likely cause of gradients that differ by no factor, as the end of a sentence; "" if unknown."""
+        expected, found = self._reference.steps[self._number][0], self._run.steps[self._number][0]
+        if found.num_clips > expected.num_clips:
+            return (
+                f": clipped {found.num_clips} times in this update, and {expected.num_clips} in the reference. "
+                "Clip only where accelerator.sync_gradients is true"
+            )
+        copies = [name for name, value in self._run.tensors(self._number, "weights").items() if value.differs]
+        return f": the copies of {copies[0]} on the ranks differ, so a rank changed it alone" if copies else ""
 
 
 def _factor(before: Moments, after: Moments) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from .record import Record
+from .runs import VerificationError
 
 
 @final
@@ -52,6 +53,8 @@ def _accelerated(reference: Record) -> str:
 def _accumulating(reference: Record) -> str:
     if not {"accumulate", "Trainer"} & set(reference.uses):
         return "the script doesn't call accelerator.accumulate()"
+    if "batch sampler" in reference.uses:
+        return "the script's own batch sampler makes its batches, which can't be cut into micro-batches"
     return _accelerated(reference)
 
 
@@ -123,9 +126,14 @@ def chosen(names: str | None) -> tuple[Layout, ...]:
     """Return the layouts with these names, separated by commas; None means all.
 
     Raises:
-        KeyError: no layout has such a name.
+        VerificationError: a layout has no such name, or none is named.
     """
     if names is None:
         return LAYOUTS
     known = {layout.name: layout for layout in LAYOUTS}
-    return tuple(known[name] for name in names.replace(",", " ").split())
+    asked = names.replace(",", " ").split()
+    wrong = ", ".join(name for name in asked if name not in known)
+    if wrong or not asked:
+        why = f"{wrong}: no such layout" if wrong else f"{names!r} names no layout"
+        raise VerificationError(f"--layouts {why}. Choose among {', '.join(known)}.")
+    return tuple(known[name] for name in asked)

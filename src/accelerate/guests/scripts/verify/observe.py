@@ -17,8 +17,9 @@ from types import ModuleType
 
 import torch.multiprocessing
 
+from ....errors import PreparationError
 from . import surroundings
-from .conditions import Conditions
+from .conditions import REFUSAL, Conditions
 from .recorder import Recorder, wrap
 
 
@@ -32,6 +33,9 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
     wrap(torch.multiprocessing, "spawn", partial(_spawning, folder, script))
     try:
         yield
+    except PreparationError as error:
+        (folder / REFUSAL).write_text(str(error))
+        raise
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

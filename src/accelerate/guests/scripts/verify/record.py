@@ -66,6 +66,7 @@ class Step:
         states: by parameter and name of the state, after the step.
         place: the line of the script that called `step`, and the last one that called `backward`.
         num_reductions: how many backward passes since the last step averaged gradients over the ranks.
+        num_clips: how often gradients were clipped by their norm since the last step.
     """
 
     optimizer: int = 0
@@ -77,6 +78,7 @@ class Step:
     states: dict[str, Moments | None] = field(default_factory=dict[str, "Moments | None"])
     place: list[int] = field(default_factory=list[int])
     num_reductions: int = 0
+    num_clips: int = 0
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Step:
@@ -100,7 +102,7 @@ class Record:
         normalizes: the names of layers that normalise over their process's batch.
         is_rounded: the forward pass ran in bfloat16 or float16.
         uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "stream",
-            "context", "pipeline", "tensor plan", "expert plan", "Trainer" (of transformers).
+            "context", "pipeline", "tensor plan", "expert plan", "Trainer" (of transformers), "batch sampler" (its own).
         share: which share of the data this process read; several may read the same.
     """
 

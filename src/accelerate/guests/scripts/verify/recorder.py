@@ -60,8 +60,10 @@ class Recorder:
         self._gradients: dict[str, Moments | None] = {}
         self._reduces = False  # the next backward pass averages gradients over the ranks
         self._num_reductions = 0  # since the last step
+        self._num_clips = 0  # since the last step
         self._line = 0  # of the script's last backward pass
         self._is_resumed = not conditions.resumes_from
+        self._passes: list[object] = []  # the passes through prepared loaders that have begun, the outermost first
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class Recorder:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         wrap(torch.autocast, "__enter__", self._noting)
+        wrap(DataLoader, "__init__", self._making)
         wrap(DataLoader, "__iter__", self._beginning)
         wrap(Accelerator, "__init__", self._with_accelerator)
         for call, name in _CALLS.items():
@@ -138,6 +141,15 @@ class Recorder:
 
         return noting
 
+    def _making(self, make: Callable[..., None]) -> Callable[..., None]:
+        def made(*args: object, **kwargs: object) -> None:
+            given = kwargs.get("batch_sampler", args[5] if len(args) > 5 else None)
+            if given is not None and is_of_script(sys._getframe(1)):
+                self._use("batch sampler")
+            make(*args, **kwargs)
+
+        return made
+
     def _beginning(self, begin: Callable[..., object]) -> Callable[..., object]:
         def beginning(loader: object) -> object:
             self._random_state = None  # the order of a shuffled pass is drawn when it begins
@@ -203,6 +215,7 @@ class Recorder:
                 norm = clip(*args, **kwargs)
             finally:
                 self._depth -= 1
+            self._num_clips += 1
             self._norm = float(norm) if isinstance(norm, (int, float, torch.Tensor)) else None
             return norm
 
@@ -210,10 +223,30 @@ class Recorder:
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Note the gradients: now, or when the closure that computes them has run for the first time."""
         if isinstance(optimizer, AcceleratedOptimizer) or not self._conditions.keeps_tensors:
-            return
+            return None
         self._know(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._note_gradients()
+            return None
+        is_noted = False
+
+        def noting() -> object:
+            nonlocal is_noted
+            loss = closure()
+            if not is_noted:
+                self._note_gradients()
+            is_noted = True
+            return loss
+
+        return (optimizer, noting), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _note_gradients(self) -> None:
         self._gradients = self._before_clipping if self._before_clipping is not None else self._gradients_now()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -224,7 +257,7 @@ class Recorder:
         self._record.num_steps += 1
         if self._conditions.keeps_tensors:
             self._keep(optimizer)
-        if self._record.num_steps >= self._conditions.num_steps and not self._conditions.saves_at:
+        if self._record.num_steps >= self._conditions.num_steps:
             self.end()
 
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
@@ -251,8 +284,9 @@ class Recorder:
             {} if is_flat else {**self._places.moments_of(states)},
             [self._line_of(sys._getframe(1)), self._line],
             self._num_reductions,
+            self._num_clips,
         )
-        self._num_reductions = 0
+        self._num_reductions = self._num_clips = 0
         self._record.steps.append(step)
 
     def _line_of(self, frame: FrameType | None) -> int:
@@ -342,14 +376,24 @@ class Recorder:
             if not self._is_resumed:
                 self._is_resumed = True
                 self._accelerators[-1].load_state(self._conditions.resumes_from)
-            for batch in iterate(loader):
-                yield batch
-                if self._conditions.saves_at and self._record.num_steps >= self._conditions.saves_at:
-                    self._accelerators[-1].project_configuration.automatic_checkpoint_naming = False
-                    self._accelerators[-1].save_state(self._conditions.save_to)
-                    self.end()
+            this_pass = object()
+            self._passes.append(this_pass)
+            try:
+                for batch in iterate(loader):
+                    yield batch
+                    if self._passes[0] is this_pass:
+                        self._stop()
+            finally:
+                self._passes.remove(this_pass)
 
         return iterated
+
+    def _stop(self) -> None:
+        """Save the run and end it, if it has trained enough; a pass inside of another one couldn't be resumed."""
+        if self._conditions.saves_at and self._record.num_steps >= self._conditions.saves_at:
+            self._accelerators[-1].project_configuration.automatic_checkpoint_naming = False
+            self._accelerators[-1].save_state(self._conditions.save_to)
+            self.end()
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -395,6 +439,11 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if inner is not None and len(module._modules) == 1:
             return _unwrapped(inner)
     return module
+
+
+def is_of_script(frame: FrameType) -> bool:
+    """Return whether a call comes from the script, or from a library that it uses."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("accelerate", "torch")
 
 
 def trainer_of(frame: FrameType | None) -> Any:

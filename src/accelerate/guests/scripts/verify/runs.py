@@ -38,6 +38,19 @@ class VerificationError(AccelerateError, RuntimeError):
 
 
 @final
+class LayoutRefused(VerificationError):
+    """The error for a layout that a script can't be run in.
+
+    Attributes:
+        reason: why, in a sentence.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@final
 @dataclass(frozen=True)
 class Run:
     """A column of the comparison.
@@ -150,6 +163,7 @@ class Runs:
             flags: of `accelerate launch`.
             by_hand: the script makes a process group itself, and is started by torchrun.
         """
+        from .conditions import REFUSAL
         from .record import Record
 
         self._count += 1
@@ -160,7 +174,7 @@ class Runs:
             () if ranks is None else _torchrun(ranks) if by_hand else (*_LAUNCH, "--num_processes", str(ranks), *flags)
         )
         program = ("-m", f"{__package__}.observe", str(folder), str(source), str(self.script), *self.arguments)
-        self._run(title, [*launcher, *program])
+        self._run(title, [*launcher, *program], folder / REFUSAL)
         records = Record.read_all(folder)
         if not records or len(records) != records[0].num_processes:
             raise VerificationError(
@@ -169,10 +183,13 @@ class Runs:
             )
         return records
 
-    def _run(self, title: str, command: list[str]) -> None:
+    def _run(self, title: str, command: list[str], refusal: Path) -> None:
         environment = {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
         environment |= dict.fromkeys(_NO_DEVICES, "") | {"ACCELERATE_USE_CPU": "true", "PYTHONHASHSEED": "0"}
         environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG_FILE": os.devnull}
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
         try:
             run = subprocess.run(
                 [sys.executable, *command],
@@ -191,7 +208,8 @@ class Runs:
             ) from None
         if run.returncode != 0:
             said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
-            raise VerificationError(f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}")
+            text = f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}"
+            raise LayoutRefused(text, refusal.read_text()) if refusal.exists() else VerificationError(text)
 
 
 def _torchrun(ranks: int) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import sys
 from collections.abc import Callable, Sized
 from functools import partial
@@ -16,14 +14,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ....accelerator import Accelerator
+from ....data_loader import PreparedLoader
 from ....distributed.random import set_seed
 from ....nested import recursively_apply
 from ....plugins.data import DataLoaderConfiguration
 from ....plugins.parallelism import ParallelismConfig
 from ....plugins.recompute import ActivationCheckpointing
+from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
-from .recorder import trainer_of, wrap
+from .kept_files import keep_files
+from .recorder import is_of_script, trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
@@ -42,11 +43,13 @@ def apply(conditions: Conditions, folder: Path) -> None:
     wrap(Accelerator, "__init__", partial(_under, conditions, folder))
     if conditions.num_parts > 1:
         _accumulate_more(conditions.num_parts)
+    for loader in (DataLoader, PreparedLoader) if conditions.counts_updates else ():
+        wrap(loader, "__len__", partial(_in_updates, conditions.num_parts))
     if conditions.dtype:
         _compute_in(getattr(torch, conditions.dtype))
     if conditions.noise:
         wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise))
-    _keep_saves_in(folder)
+    keep_files(folder)
     _without_cuda()
 
 
@@ -65,16 +68,26 @@ def _with_full_batches(conditions: Conditions, make: Callable[..., object]) -> C
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
-            batch_size += -batch_size % conditions.multiple
+            own = conditions.num_shares if conditions.divides_itself else 1
+            batch_size += -batch_size % (conditions.multiple // own)
             with contextlib.suppress(TypeError):  # a stream has no length
                 if len(dataset) >= batch_size:
                     kwargs["drop_last"] = True
-            batch_size //= conditions.num_parts * conditions.num_shares
+            batch_size //= conditions.num_parts * conditions.num_shares // own
         if conditions.keeps_tensors and len(args) < 4:  # samples are noted in this process
             kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
         make(loader, dataset, batch_size, *args, **kwargs)
 
     return made
+
+
+def _in_updates(num_parts: int, length: Callable[[object], int]) -> Callable[[object], int]:
+    """Return a length of loaders that is, for the script, the number of updates."""
+
+    def counted(loader: object) -> int:
+        return length(loader) // (num_parts if is_of_script(sys._getframe(1)) else 1)
+
+    return counted
 
 
 def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) -> Callable[..., object]:
@@ -84,7 +97,7 @@ def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) ->
         if conditions.splits_batches:
             given = kwargs.get("dataloader_config")
             configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
-            configuration.split_batches = conditions.num_shares == 1
+            configuration.split_batches = conditions.num_shares == 1 and read("WORLD_SIZE", "1") != "1"
             kwargs["dataloader_config"] = configuration
         if conditions.num_parts > 1:
             plugin, trainer = kwargs.get("gradient_accumulation_plugin"), trainer_of(sys._getframe(1))
@@ -172,51 +185,6 @@ def _with_noise(noise: float, prepare: Callable[..., object]) -> Callable[..., o
 
 def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _keep_saves_in(folder: Path) -> None:
-    """Save the script's files in `folder`, whether by torch or by the Accelerator, so that no checkpoint changes."""
-
-    def place(file: object) -> object:
-        if not isinstance(file, (str, os.PathLike)):
-            return file
-        name = hashlib.sha256(os.path.abspath(os.fspath(file)).encode()).hexdigest()
-        return folder / f"saved_{name}.pt"
-
-    def saving(save: Callable[..., object]) -> Callable[..., object]:
-        return lambda obj, f, *args, **kwargs: save(obj, place(f), *args, **kwargs)
-
-    def writing(write: Callable[..., object]) -> Callable[..., object]:
-        return lambda accelerator, obj, f, *args, **kwargs: write(accelerator, obj, place(f), *args, **kwargs)
-
-    def loading(load: Callable[..., object]) -> Callable[..., object]:
-        def load_from_there(f: object, *args: object, **kwargs: object) -> object:
-            saved = place(f)
-            return load(saved if isinstance(saved, Path) and saved.exists() else f, *args, **kwargs)
-
-        return load_from_there
-
-    def saving_state(save: Callable[..., object]) -> Callable[..., object]:
-        def saved(accelerator: object, output_dir: Any = None, *args: object, **kwargs: object) -> object:
-            is_own = output_dir is None or folder.parent in Path(os.path.abspath(output_dir)).parents  # the recorder's
-            return save(accelerator, output_dir if is_own else place(output_dir), *args, **kwargs)
-
-        return saved
-
-    def loading_state(load: Callable[..., object]) -> Callable[..., object]:
-        def loaded(accelerator: object, input_dir: Any = None, *args: object, **kwargs: object) -> object:
-            saved = place(input_dir)
-            return load(
-                accelerator, saved if isinstance(saved, Path) and saved.exists() else input_dir, *args, **kwargs
-            )
-
-        return loaded
-
-    wrap(Accelerator, "save_state", saving_state)
-    wrap(Accelerator, "load_state", loading_state)
-    wrap(torch, "save", saving)
-    wrap(torch, "load", loading)
-    wrap(Accelerator, "save", writing)
 
 
 @final
