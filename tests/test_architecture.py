@@ -141,7 +141,7 @@ VENDOR_FILES: Final = (
     "devices/hardware.py",  # the questions that the table answers, under their old names
     # names that are data here:
     "settings/", "launch/", "guests/xla/", "commands/config", "guests/scripts/migrate/", "utils/", "optional.py", "test_utils/",
-    "guests/scripts/doctor.py", "guests/scripts/verify/surroundings.py",  # the devices that a script names
+    "guests/scripts/doctor/", "guests/scripts/verify/surroundings.py",  # the devices that a script names
 )  # fmt: skip
 
 STATE_FILES: Final = ("state.py", "test_utils/")

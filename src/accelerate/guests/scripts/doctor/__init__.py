@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, final
 
-from .migrate.refuse import Refused, parsed
-from .migrate.source import Placed, Script, dotted, method, targets
-from .migrate.survey import LOADER, MODEL, OPTIMIZER, SCHEDULER, Survey, Symbol
+from ..migrate.refuse import Refused, parsed
+from ..migrate.source import Placed, Script, dotted, method, targets
+from ..migrate.survey import LOADER, MODEL, OPTIMIZER, SCHEDULER, Survey, Symbol
 
 _GUARDS: Final = (
     "is_main_process", "is_local_main_process", "is_last_process", "on_main_process", "on_local_main_process",
