@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final, TypeAlias, final
 
 from ..migrate.source import Function, dotted, method
-from ..migrate.survey import LOADER, parameters
+from ..migrate.survey import parameters
 from .subject import Subject, arguments
 
 RANK: Final = "rank"
@@ -117,7 +117,7 @@ class Processes:
 
     def _reads(self, node: ast.AST, within: _Calls) -> bool:
         """Return whether an expression names a prepared loader."""
-        for name in self.subject.names(node, LOADER):
+        for name in self.subject.read_names(node):
             given, caller = self._given(name, within)
             if self.subject.reads_prepared(name) if caller is None else given and self._reads(given, caller):
                 return True

@@ -294,14 +294,14 @@ class Subject:
         around = [each for each in self.script.ancestors(node) if isinstance(each, (ast.For, ast.While))]
         return [each for each in around if self.script.scope(each) is scope]
 
-    def names(self, node: ast.AST, role: str) -> list[ast.expr]:
-        """Return the names in an expression whose values have this role."""
+    def read_names(self, node: ast.AST) -> list[ast.expr]:
+        """Return the names of loaders, and of values without a known role, in an expression."""
         found = [each for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript))]
-        return [each for each in found if self.role(each) == role]
+        return [each for each in found if self.role(each) in (LOADER, None)]
 
     def reads_prepared(self, node: ast.AST) -> bool:
         """Return whether an expression names a prepared loader."""
-        return any(self.roots(name) & self.prepared for name in self.names(node, LOADER))
+        return any(self.roots(name) & self.prepared for name in self.read_names(node))
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
