@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from accelerate.guests.scripts.doctor import examine
+from accelerate.guests.scripts.doctor import RULES, examine, fixed
 from accelerate.guests.scripts.doctor_command import main
 from accelerate.guests.scripts.migrate import Refused
 from tests.slow import slow
@@ -121,6 +125,105 @@ def test_the_command_counts_and_fails_for_errors(tmp_path: Path, capsys: pytest.
     script.write_text("import torch\n")
     assert main([str(script)]) == 2
     assert "accelerate migrate" in capsys.readouterr().err
+
+
+def test_an_optimizer_made_after_prepare_is_told_why() -> None:
+    made = "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)\n"
+    prepared = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+    late = RIGHT.replace(made, "").replace(prepared, f"model, loader = accelerator.prepare(model, loader)\n{made}")
+    assert findings(late) == [
+        (
+            10,
+            "error: the optimizer `optimizer` is made after `prepare`, which never gets it. Make it before, and "
+            "prepare it together with the model.",
+        )
+    ]
+
+
+FAULTY = RIGHT.replace("accelerator.backward(loss)", "loss.backward()  # as before").replace(
+    "        print(epoch)", "        print(epoch)\n    if loss < 0.1:\n        break"
+)
+
+
+def test_a_fix_is_written_where_it_is_safe_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(FAULTY.replace("\n", "\r\n").encode())
+    assert main([str(script), "--diff"]) == 1
+    shown = capsys.readouterr().out
+    assert script.read_bytes() == FAULTY.replace("\n", "\r\n").encode()  # nothing is written
+    assert main([str(script), "--fix"]) == 1
+    written, printed = script.read_bytes().decode(), capsys.readouterr().out
+    assert written == FAULTY.replace("loss.backward()", "accelerator.backward(loss)").replace("\n", "\r\n")
+    for text in (shown, printed):
+        assert "-        loss.backward()  # as before\n+        accelerator.backward(loss)  # as before\n" in text
+    assert f"{script}:20: error: `break` depends on this process's own samples" in printed  # for the author
+    assert "D301" in shown and "D301" not in printed
+    assert main([str(script), "--fix"]) == 1
+    assert script.read_bytes().decode() == written
+
+
+def test_nothing_is_fixed_where_no_accelerator_is_certain_to_exist() -> None:
+    """The function may be called with any object, or before the Accelerator is there."""
+    moved = RIGHT.replace("accelerator.backward(loss)", "train(loss)")
+    helper = "def train(loss):\n    loss.backward()\n\n\n"
+    inside = moved.replace("for epoch", f"{helper}for epoch", 1)
+    assert "    accelerator.backward(loss)\n" in fixed(inside, "train.py")
+    hidden = moved.replace("accelerator = Accelerator()", "if True:\n    accelerator = Accelerator()")
+    hidden = hidden.replace("for epoch", f"{helper}for epoch", 1)
+    assert "D301" in {each.code for each in examine(hidden, "train.py")}
+    assert fixed(hidden, "train.py") == hidden
+
+
+def test_github_shows_findings_as_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "50%, a:b"
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(FAULTY)
+    assert main([str(script), "--format", "github"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    name = str(script).replace("%", "%25").replace(",", "%2C").replace(":", "%3A")
+    assert lines[0].startswith(f"::error file={name},line=15,title=accelerate doctor D301::`.backward()` of the loss")
+    assert len(lines) == 2 and lines[1].startswith(f"::error file={name},line=20,")
+    script.write_text(RIGHT.replace("    if accelerator.is_main_process:\n    ", ""))
+    assert main([str(script), "--format", "github"]) == 0
+    assert capsys.readouterr().out.startswith("::notice file=")
+
+
+def test_the_commit_hook_examines_what_is_accelerated(tmp_path: Path) -> None:
+    hooks = yaml.safe_load((EXAMPLES.parent / ".pre-commit-hooks.yaml").read_text())
+    entries = {hook["id"]: hook["entry"].split() for hook in hooks}
+    for name, text in {"right.py": RIGHT, "faulty.py": FAULTY, "other.py": "import torch\n"}.items():
+        (tmp_path / name).write_text(text)
+
+    def run(hook: str, *names: str) -> subprocess.CompletedProcess[str]:
+        program, *arguments = entries[hook]
+        assert program == "accelerate"
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *arguments, *names]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert run("accelerate-doctor", "right.py", "other.py").returncode == 0
+    found = run("accelerate-doctor", "faulty.py", "right.py", "other.py")
+    assert found.returncode == 1 and "faulty.py:15: error: " in found.stdout and "right.py: no prob" in found.stdout
+    assert run("accelerate-doctor-fix", "faulty.py", "other.py").returncode == 1  # an error is left
+    assert "accelerator.backward(loss)" in (tmp_path / "faulty.py").read_text()
+    assert (tmp_path / "other.py").read_text() == "import torch\n"
+
+
+def test_several_scripts_are_not_run_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RIGHT)
+    with pytest.raises(SystemExit) as left:
+        main([str(script), str(script), "--run"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "accelerate doctor: --run compares the runs of one script. 2 were given.\n"
+
+
+def test_the_guide_explains_each_rule() -> None:
+    guide = (EXAMPLES.parent / "docs" / "guides" / "doctor.md").read_text()
+    listed = re.findall(r"^\| (D\d{3}) \| (\w+) \|", guide, re.MULTILINE)
+    assert listed == [(rule.code, rule.severity.value) for rule in RULES]
+    fixable = re.findall(r"^\| (D\d{3}) \| \w+ \|.*\| yes \|$", guide, re.MULTILINE)
+    assert fixable == [rule.code for rule in RULES if rule.fix is not None]
 
 
 @pytest.mark.timeout(900)  # programs are started one after another

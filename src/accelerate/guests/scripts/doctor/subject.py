@@ -1,0 +1,340 @@
+"""The script that rules examine: its Accelerator, what `prepare` gets, and where a name gets its values."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, final
+
+from ..migrate.source import Function, Placed, Scope, Script, dotted, method, pairs, targets
+from ..migrate.survey import LOADER, Survey, Symbol, parameters
+
+_PREPARING: Final = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")
+_IN_PLACE: Final = ("all_reduce", "broadcast", "broadcast_object_list")
+_GROWS: Final = frozenset({"append", "extend", "add"})
+
+
+class Place(NamedTuple):
+    """A place in the script that a rule objects to, and the words for its text."""
+
+    node: Placed
+    words: dict[str, str]
+
+
+def at(node: Placed, **words: str) -> Place:
+    """Return the place of `node`, with the words for the rule's text."""
+    return Place(node, words)
+
+
+class Definition(NamedTuple):
+    """Where a name gets a value.
+
+    Attributes:
+        value: None if all processes get the same one, whatever they had.
+        position: of the value in a tuple that `value` gives; None if it is the whole.
+        adds: to the value before.
+    """
+
+    node: Placed
+    value: ast.expr | None
+    position: int | None = None
+    adds: bool = False
+
+
+@final
+class Subject:
+    """A script whose Accelerator and prepared names are known."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.survey = Survey(script)
+        self.calls = script.nodes(ast.Call)
+        self.made = [call for call in self.calls if script.path(call.func).rpartition(".")[2] == "Accelerator"]
+        named = {dotted(target) for call in self.made for target in targets(script.statement(call))}
+        self.accelerators = named | {"accelerator", "self.accelerator"}
+        self.prepares = list(self.calls_of(*_PREPARING))
+        self.prepared: set[Symbol] = set()
+        for call in self.prepares:
+            for node in [*call.args, *targets(script.statement(call))]:
+                self.prepared |= self.roots(node.value if isinstance(node, ast.Starred) else node)
+
+    # -- names ---------------------------------------------------------------------------------------------
+
+    def roots(self, node: ast.AST) -> set[Symbol]:
+        """Return the symbols whose values a name may have."""
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # loaders["train"]
+            owner = self.survey.symbol(node.value)
+            return set() if owner is None else {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
+        symbol = self.survey.symbol(node)
+        return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
+
+    def role(self, node: ast.AST) -> object:
+        """Return the role of a name's value: model, optimizer, loader or scheduler."""
+        roots = self.roots(node)
+        known = (self.survey.role_of(symbol) or self._trained.get(symbol) for symbol in roots)
+        return next((role for role in known if role is not None), None)
+
+    @functools.cached_property
+    def _trained(self) -> dict[Symbol, str]:
+        """The roles of what is trained, also where only its use tells."""
+        return {symbol: role for role, symbols in self.survey.trained.items() for symbol in symbols}
+
+    def is_prepared(self, node: ast.AST, role: str) -> bool:
+        """Return whether a name's value has this role and is passed to `prepare`."""
+        return bool(self.roots(node) & self.prepared) and self.role(node) == role
+
+    def bound(self, call: ast.Call) -> set[Symbol]:
+        """Return the names that get the value of a call, also through a function that returns it."""
+        statement = self.script.statement(call)
+        given = statement.value if isinstance(statement, ast.Return) else None
+        if given is not None and given is not call and call not in getattr(given, "elts", ()):
+            return set()
+        return set(self.survey.bound(call))
+
+    def last_name(self, call: ast.Call) -> str:
+        """Return the last part of the path of the function that is called."""
+        return self.script.path(call.func).rpartition(".")[2]
+
+    def calls_of(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of these methods of an Accelerator."""
+        for call in self.calls:
+            found = method(call)
+            if found is not None and found[0] in names and dotted(found[1]) in self.accelerators:
+                yield call
+
+    def methods(self, *names: str, inside: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Yield the calls of methods with these names, each with its object."""
+        for call in self.script.nodes(ast.Call, inside):
+            found = method(call)
+            if found is not None and found[0] in names:
+                yield call, found[1]
+
+    def uses(self, *names: str) -> bool:
+        """Return whether the script calls a function or a method with one of these names."""
+        return any(self.last_name(call) in names or (method(call) or ("",))[0] in names for call in self.calls)
+
+    def accelerator_at(self, node: Placed) -> str:
+        """Return the name of an Accelerator that is certain to exist at `node`, or ''."""
+        scope = self.script.scope(node)
+        for call in self.made:
+            statement = self.script.statement(call)
+            for target in targets(statement):
+                symbol, home = self.survey.symbol(target), self.script.parents[statement]
+                is_seen = symbol is not None and symbol == self.survey.symbol(_named(dotted(target), node, self.script))
+                is_before = statement.lineno < node.lineno if home is scope else isinstance(home, ast.Module)
+                if is_seen and (is_before or (home is not scope and dotted(target).startswith("self."))):
+                    return dotted(target)
+        return next((name for name in parameters(scope) if name in self.accelerators), "")
+
+    # -- functions -----------------------------------------------------------------------------------------
+
+    @functools.cache  # noqa: B019  (it lives as long as the command)
+    def callee(self, call: ast.Call) -> Function | None:
+        """Return the function of the script that is called, by its name or by `self.name`."""
+        return self._function(call.func)
+
+    def property_of(self, node: ast.AST) -> Function | None:
+        """Return the method whose result `self.name` is."""
+        found = self._function(node)
+        return found if found is not None and "property" in map(dotted, found.decorator_list) else None
+
+    def _function(self, node: ast.AST) -> Function | None:
+        name = dotted(node)
+        found = self.survey.functions.get(name.removeprefix("self."), [])
+        if name.startswith("self."):
+            owner = self.script.owner(self.script.scope(node))
+            found = [each for each in found if self.script.parents[each] is owner] or found
+        return found[0] if len(found) == 1 else None
+
+    @functools.cached_property
+    def callers(self) -> dict[Function, list[ast.Call]]:
+        """The calls of each function of the script."""
+        found: dict[Function, list[ast.Call]] = {}
+        for call in self.calls:
+            function = self.callee(call)
+            if function is not None:
+                found.setdefault(function, []).append(call)
+        return found
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _definitions(self) -> dict[Symbol, list[Definition]]:
+        found: dict[Symbol, list[Definition]] = {}
+
+        def define(target: ast.AST, definition: Definition) -> None:
+            symbol = self._key(target)
+            if symbol is not None:
+                found.setdefault(symbol, []).append(definition)
+
+        for node in self.script.nodes((ast.Assign, ast.AnnAssign)):
+            for target, value in pairs(node):
+                tuples: list[list[ast.expr]] = [getattr(each, "elts", []) for each in getattr(node, "targets", ())]
+                around = next((each for each in tuples if target in each and value is node.value), None)
+                define(target, Definition(node, value, None if around is None else around.index(target)))
+        for node in self.script.nodes((ast.AugAssign, ast.NamedExpr)):
+            define(node.target, Definition(node, node.value, None, isinstance(node, ast.AugAssign)))
+        for node in self.script.nodes((ast.For, ast.AsyncFor)):
+            counted = isinstance(node.iter, ast.Call) and dotted(node.iter.func) == "enumerate"
+            for place, target in enumerate(targets(node)):
+                define(target, Definition(node, None if counted and place == 0 else node.iter))
+        for call, owner in self.methods(*_GROWS):
+            if call.args:
+                define(owner, Definition(call, call.args[0], None, True))
+        for call in self.calls:
+            if self.last_name(call) in _IN_PLACE and isinstance(self.script.parents[call], ast.Expr):
+                define(call.args[0] if call.args else call, Definition(call, None))
+        for function, calls in self.callers.items():
+            for call in calls:
+                for name, value in arguments(function, call):
+                    found.setdefault(Symbol(function, name), []).append(Definition(function, value))
+        return found
+
+    def _is_certain(self, node: ast.AST, outer: set[ast.AST]) -> bool:
+        """Return whether a definition is made whenever what these nodes contain is reached."""
+        branches = (each for each in self.script.ancestors(node) if isinstance(each, (ast.If, ast.Try)))
+        return all(branch in outer for branch in branches)
+
+    @functools.cache  # noqa: B019  (it lives as long as the command)
+    def _key(self, node: ast.AST) -> Symbol | None:
+        """Return the symbol of a name; an attribute of another object is one in the whole script."""
+        found, name = self.survey.symbol(node), dotted(node)
+        return Symbol(self.script.tree, name) if found is None and name else found
+
+    @functools.cache  # noqa: B019  (it lives as long as the command)
+    def definitions(self, node: ast.AST) -> list[Definition]:
+        """Return where a name gets the values that it may have at `node`: the last one before it, and what adds."""
+        symbol = self._key(node)
+        known = [] if symbol is None else self._definitions.get(symbol, [])
+        line, outer = getattr(node, "lineno", 0), set(self.script.ancestors(node))
+        loops = {each for each in outer if isinstance(each, (ast.For, ast.While))}
+        here = symbol is not None and symbol.scope is self.script.scope(node) and "." not in symbol.name
+        sets = [each for each in known if not each.adds]
+        before = [each for each in sets if each.node.lineno < line and _is_done(each.node, outer)] if here else sets
+        certain = [each.node.lineno for each in before or sets if self._is_certain(each.node, outer)]
+        last = max(certain, default=0)
+        return [
+            each
+            for each in known
+            if (each in before and each.node.lineno >= last)
+            or (not each.adds and (not here or not before))
+            or (
+                each.adds
+                and each.node.lineno >= last
+                and (not here or each.node.lineno <= line or loops & set(self.script.ancestors(each.node)))
+            )
+        ]
+
+    def derived(self, names: set[Symbol], ends: Callable[[ast.AST], bool]) -> set[Symbol]:
+        """Return these names and those that are computed from them; not from a use for which `ends` holds."""
+        found, before = set(names), 0
+        while len(found) > before:
+            before = len(found)
+            for node in self.script.nodes((ast.Name, ast.Attribute)):
+                statement = self.script.statement(node)
+                if self.survey.symbol(node) not in found or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                    continue
+                if isinstance(node.ctx, ast.Load) and not ends(node):
+                    symbols = [self.survey.symbol(target) for target in targets(statement)]
+                    found |= {each for each in symbols if each is not None and self.survey.role_of(each) is None}
+        return found
+
+    def constant(self, node: ast.AST | None, depth: int = 0) -> Any:
+        """Return the value of a literal, of a name for one, or of an option's default; None for others."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if node is None or depth > 3:
+            return None
+        for definition in self.definitions(node):
+            if not definition.adds and definition.position is None and not isinstance(definition.node, ast.For):
+                return self.constant(definition.value, depth + 1)
+        name = dotted(node).rpartition(".")[2]
+        for call, _ in self.methods("add_argument") if isinstance(node, ast.Attribute) else ():
+            flag = self.constant(call.args[0]) if call.args else ""
+            if isinstance(flag, str) and flag.lstrip("-").replace("-", "_") == name:
+                return self.constant(keyword(call, "default"), depth + 1)
+        return None
+
+    # -- order ---------------------------------------------------------------------------------------------
+
+    def is_ahead_of_prepare(self, node: Placed) -> bool:
+        """Return whether the function that contains `node` calls ``prepare`` after it."""
+        lines = self.prepared_lines(node)
+        return bool(lines) and node.lineno < min(lines)
+
+    def prepared_lines(self, node: ast.AST) -> list[int]:
+        """Return the lines of the calls of ``prepare`` in the function that contains `node`."""
+        scope = self.script.scope(node)
+        return [call.lineno for call in self.prepares if self.script.scope(call) is scope]
+
+    @functools.cached_property
+    def batch_loops(self) -> set[ast.AST]:
+        """The loops that train on one batch in each round."""
+        found: set[ast.AST] = {loop.node for loop in self.survey.loops if loop.trains}
+        reads = (self.loops_around(call)[:1] for call in self.calls if dotted(call.func) == "next")
+        return found | {loop for loops in reads for loop in loops if self.survey.trains(loop)}
+
+    def is_in_batch_loop(self, call: ast.Call) -> bool:
+        """Return whether a loop that trains on batches runs a call, also in a function that it calls."""
+        places: list[ast.AST] = [call]
+        for place in places:
+            function = self.script.scope(place)
+            if not isinstance(function, ast.Module):
+                places += [each for each in self.callers.get(function, []) if each not in places]
+        return any(outer in self.batch_loops for place in places for outer in self.script.ancestors(place))
+
+    def calls_around(self, node: ast.AST) -> list[ast.Call]:
+        """Return the calls that get this value, from the inside out."""
+        return [outer for outer in self.script.ancestors(node) if isinstance(outer, ast.Call)]
+
+    def loops_around(self, node: ast.AST) -> list[ast.For | ast.While]:
+        """Return the loops of its function that contain `node`, from the inside out."""
+        scope = self.script.scope(node)
+        around = [each for each in self.script.ancestors(node) if isinstance(each, (ast.For, ast.While))]
+        return [each for each in around if self.script.scope(each) is scope]
+
+    def read_names(self, node: ast.AST) -> list[ast.expr]:
+        """Return the names of loaders, and of values without a known role, in an expression."""
+        found = [each for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript))]
+        return [each for each in found if self.role(each) in (LOADER, None)]
+
+    def reads_prepared(self, node: ast.AST) -> bool:
+        """Return whether an expression names a prepared loader."""
+        return any(self.roots(name) & self.prepared for name in self.read_names(node))
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the value of a keyword argument, if it is given."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    """Return an argument that is given by its name or its position."""
+    return keyword(call, name) or (call.args[position] if position < len(call.args) else None)
+
+
+def _is_done(node: ast.AST, outer: set[ast.AST]) -> bool:
+    """Return whether a definition isn't the statement whose value is being asked for."""
+    return node not in outer or isinstance(node, (ast.For, ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def arguments(function: Function, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the parameters of a function with what a call gives for them."""
+    names = parameters(function)
+    positional = names[1:] if names[:1] == ["self"] else names
+    for name, value in zip(positional, call.args, strict=False):
+        if isinstance(value, ast.Starred):
+            break
+        yield name, value
+    yield from ((each.arg, each.value) for each in call.keywords if each.arg in names)
+
+
+def _named(name: str, node: ast.AST, script: Script) -> ast.expr:
+    """Return a name (or `self.name`) as if it were written beside `node`."""
+    expression = ast.parse(name, mode="eval").body
+    script.parents[expression] = script.parents.get(node, script.tree)
+    return expression
+
+
+__all__ = ["Definition", "Place", "Scope", "Subject", "argument", "arguments", "at", "keyword"]

@@ -1,0 +1,70 @@
+"""The doctor finds planted mistakes at their lines, accepts right scripts, and fixes without new findings."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from accelerate.guests.scripts.doctor import RULES, examine, fixed
+from tests.doctor.corpus import FAULTS, RIGHT
+from tests.verify import corpus
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+#: What each script with a batch size is told; it is no mistake.
+BATCH_SIZE: Final = "D213"
+#: The share of the planted mistakes that has to be found.
+LEAST_FOUND: Final = 57 / 60
+#: Findings about right scripts that are true: what they do is right for what they test only.
+TRUE_OF_VERIFIED: Final = {"adapter_saved": {"D202", "D203"}}  # on one process: it isn't prepared on purpose
+
+
+def codes(text: str, name: str) -> list[tuple[int, str]]:
+    return [(each.line, each.code) for each in examine(text, name) if each.code != BATCH_SIZE]
+
+
+def test_nearly_all_planted_mistakes_are_found_at_their_lines() -> None:
+    missed = {
+        name: found
+        for name, script in FAULTS.items()
+        if (script.line, script.code) not in (found := codes(script.text, name))
+    }
+    assert len(FAULTS) >= 60
+    assert len(missed) <= (1 - LEAST_FOUND) * len(FAULTS), missed
+    assert missed == {}  # as it is today
+
+
+def test_each_rule_finds_a_planted_mistake() -> None:
+    planted = {script.code for script in FAULTS.values()}
+    assert {rule.code for rule in RULES} - planted == {BATCH_SIZE}
+
+
+def test_right_scripts_have_no_findings() -> None:
+    assert len(RIGHT) >= 40
+    assert {name: found for name, script in RIGHT.items() if (found := codes(script.text, name))} == {}
+
+
+@pytest.mark.parametrize("name", [name for name, script in corpus.RIGHT.items() if "accelerate" in script.text])
+def test_scripts_that_are_verified_have_no_findings(name: str) -> None:
+    found = {code for _, code in codes(corpus.RIGHT[name].text, name)}
+    assert found == TRUE_OF_VERIFIED.get(name, set())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fix_leaves_fewer_findings_and_is_done_at_once(name: str) -> None:
+    script = FAULTS[name]
+    before, after = examine(script.text, name), fixed(script.text, name)
+    ast.parse(after)
+    left = examine(after, name)
+    assert {each.code for each in left} - {BATCH_SIZE} <= {each.code for each in before}
+    assert (after == script.text) == (left == before)
+    assert fixed(after, name) == after
+    changed = set(script.text.splitlines()) ^ set(after.splitlines())
+    assert len(changed) <= 8  # lines, not files
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_left_as_it_is(name: str) -> None:
+    assert fixed(RIGHT[name].text, name) == RIGHT[name].text
