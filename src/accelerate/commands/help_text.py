@@ -56,7 +56,7 @@ OWN: Final = (
 
 def own_options() -> tuple[tuple[str, str, str], ...]:
     """Return the options of the launcher itself, and those that guests add: (flag, value shown, help)."""
-    return (*OWN, *((row.flag, "", row.help) for row in launch_flags()))
+    return (*OWN, *((row.flag, row.value, row.help) for row in launch_flags()))
 
 
 _SPELLINGS: Final = "Every option can be spelled with _ or with -."
@@ -76,7 +76,7 @@ def _width() -> int:
 
 
 def _lines(flag: str, value: str, help: str, width: int) -> list[str]:
-    head = f"  {flag} {value}".rstrip()
+    head = f"  {flag} {value}".replace(" [=", "[=").rstrip()
     body = textwrap.wrap(help, max(30, width - _COLUMN))
     if len(head) >= _COLUMN - 1:
         return [head, *(" " * _COLUMN + line for line in body)]
