@@ -32,6 +32,7 @@ from .parallel.base import (
     PreparedArguments,
     Role,
     StrategyOptions,
+    clipped_parameters,
     remark_on_stray,
     require_role,
 )
@@ -165,9 +166,11 @@ class Accelerator(ReplaceableSteps):
         construction.install_exception_hooks()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
-        loader_options, project_options, asked_precision = construction.deprecated_arguments(old, mixed_precision)
-        self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
-        self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
+        loading, project, asked_precision = construction.deprecated_arguments(
+            Accelerator.__init__, old, mixed_precision
+        )
+        self.dataloader_config = construction.loader_configuration(dataloader_config, loading)
+        self.project_configuration = construction.project_configuration(project_config, project_dir, project)
         self._handlers = construction.sort_handlers(kwargs_handlers, function_in_use)
         known = AcceleratorState._shared_state
         arguments = {
@@ -1297,7 +1300,7 @@ class Accelerator(ReplaceableSteps):
             optimizer.step()
             ```
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = clipped_parameters("clip_grad_norm_", parameters)
         self._unscale_owners_of(parameters)
         norm = self.strategy.clip_grad_norm(parameters, Clipping(max_norm, float(norm_type), error_if_nonfinite))
         for hook in self.gradient_state.hooks.after_clip:
@@ -1314,7 +1317,7 @@ class Accelerator(ReplaceableSteps):
             optimizer.step()
             ```
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = clipped_parameters("clip_grad_value_", parameters)
         self._unscale_owners_of(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
