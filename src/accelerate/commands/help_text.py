@@ -11,37 +11,14 @@ from typing import Final, cast
 from ..seams import launch_flags
 from ..settings.option import OptionInfo
 
+_COMMON: Final = """
+    --config_file --num_processes --num_machines --mixed_precision --cpu --multi_gpu --tpu --gpu_ids
+    --machine_rank --main_process_ip --main_process_port --max_restarts --launcher --use_deepspeed --use_fsdp
+    --use_megatron_lm --num_cpu_threads_per_process --dynamo_backend --log_dir --tee --module --debug
+    --preflight --pretend --monitor --explain --dry-run --help-all
+"""
 #: The options of the launcher's short help, in this order; all others are in ``--help-all`` only.
-COMMON: Final = (
-    "--config_file",
-    "--num_processes",
-    "--num_machines",
-    "--mixed_precision",
-    "--cpu",
-    "--multi_gpu",
-    "--tpu",
-    "--gpu_ids",
-    "--machine_rank",
-    "--main_process_ip",
-    "--main_process_port",
-    "--max_restarts",
-    "--launcher",
-    "--use_deepspeed",
-    "--use_fsdp",
-    "--use_megatron_lm",
-    "--num_cpu_threads_per_process",
-    "--dynamo_backend",
-    "--log_dir",
-    "--tee",
-    "--module",
-    "--debug",
-    "--preflight",
-    "--pretend",
-    "--monitor",
-    "--explain",
-    "--dry-run",
-    "--help-all",
-)
+COMMON: Final = tuple(_COMMON.split())
 
 #: Options of the launcher itself: (flag, value shown, help).
 OWN: Final = (

@@ -24,9 +24,8 @@ from ..errors import ArgumentError, PreparationError
 from ..hooks.align import has_offloaded_params
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import is_sharded, moved
-from ..plugins import Plugins
+from ..plugins import Placeholder, Plugins
 from ..plugins.data import DataLoaderConfiguration
-from ..plugins.placeholder import Placeholder
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
