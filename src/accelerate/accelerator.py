@@ -119,16 +119,40 @@ class Accelerator(ReplaceableSteps):
 
     Args:
         device_placement: whether to move prepared objects to ``device``.
+        split_batches: old spelling of ``dataloader_config``.
         mixed_precision: no, fp16, bf16 or fp8.
         gradient_accumulation_steps: micro-batches per optimizer update.
         cpu: force the CPU.
+        dataloader_config: how loaders are divided over the ranks: batch size, order, prefetch, resume.
+        deepspeed_plugin: train with DeepSpeed and these options; a mapping of names to plugins allows several engines.
+        fsdp_plugin: shard models with FSDP and these options.
+        torch_tp_plugin: old spelling of ``parallelism_config``, for tensor parallelism alone.
+        megatron_lm_plugin: train with Megatron-LM and these options.
+        rng_types: the random generators that ranks synchronise at the start of each pass over a loader:
+            ``"generator"`` (the sampler's, the default), ``"python"``, ``"numpy"``, ``"torch"``, or a kind of device.
+        log_with: the trackers of the run: names such as ``"wandb"``, ``"all"``, or tracker objects.
+        project_dir: the folder for checkpoints and logs.
+        project_config: the layout of that folder: names of checkpoints, how many are kept, where logs go.
+        gradient_accumulation_plugin: options of gradient accumulation, instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: whether schedulers step only if the optimizer has stepped; set it to False for a
+            schedule that steps at another time, such as once per epoch.
+        kwargs_handlers: options of DDP, of the gradient scaler, of the process group, of autocast, of fp8, of the
+            profiler and of activation checkpointing, at most one object of each kind.
+        dynamo_backend: compile prepared models with this backend of ``torch.compile``.
+        dynamo_plugin: options of ``torch.compile``, instead of ``dynamo_backend``.
+        deepspeed_plugins: another name of ``deepspeed_plugin``.
+        parallelism_config: the sizes of the mesh axes: replicas, shards, tensor, context, sequence, expert and
+            pipeline parallelism.
         scheduler_mode: ``"samples"`` (the default of the interface: N processes advance a schedule N times per step)
             or ``"updates"`` (once per optimizer update; the same curve on any number of processes).
         parameter_dtype: the dtype of parameters, gradients, optimizer states and computation of prepared models (true
             half or double precision), instead of ``mixed_precision``.
         preemption: when a rank gets a signal or a notice of preemption, save on all ranks at one step, and end.
+        old: old spellings of other arguments, such as ``even_batches``, ``logging_dir`` and ``fp16``. A warning names
+            today's.
 
     Raises:
+        ArgumentError: an argument is unknown; the message names the one that was probably meant.
         SettingError: values are contradictory or impossible; the message says where they were set.
         NotBuilt: the kinds of parallelism can't be combined.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,11 @@ def test_every_argument_of_the_accelerator_is_found_by_its_misspelling(name: str
         assert f"argument {wrong!r}. Did you mean {name!r}?" in refused(Accelerator, cpu=True, **{wrong: None})
 
 
+def test_the_reference_explains_every_argument_in_its_order() -> None:
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(Accelerator) or "", re.MULTILINE)
+    assert described[: described.index("old") + 1] == list(inspect.signature(Accelerator).parameters)
+
+
 def test_what_resembles_no_argument_is_refused_without_a_guess() -> None:
     said = refused(Accelerator, qqq=1)
     assert "'qqq'" in said and "mean" not in said
@@ -51,5 +57,6 @@ def test_clipping_takes_parameters(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for wrong in (model, [model], optimizer, model.named_parameters(), model.state_dict(), 3, None):
         assert f"Did you mean {name}(model.parameters(), ...)?" in refused(clip, wrong, 1.0)
+    model(torch.ones(1, 2)).sum().backward()
     for right in (model.parameters(), list(model.parameters()), model[0].weight):
         clip(right, 1.0)
