@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import fields, replace
 from functools import partial
 from time import perf_counter
-from typing import IO, TYPE_CHECKING, Any, Generic, Literal, SupportsFloat, TypeAlias, TypeVar, overload
+from typing import IO, TYPE_CHECKING, Any, Generic, Literal, SupportsFloat, TypeAlias, TypeVar, final, overload
 
 import torch
 
@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         "Nested", bound=torch.Tensor | ndarray[Any, Any] | dict[Any, Any] | list[Any] | tuple[Any, ...] | None
     )
 
+    @final
     class TypedLoader(PreparedLoader, Generic[Batch]):
         """A prepared loader whose batches have a known type."""
 
@@ -917,9 +918,7 @@ class Accelerator(ReplaceableSteps):
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap ``optimizer`` to step only when gradients are synchronised.
 
         Example:

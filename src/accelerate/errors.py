@@ -44,7 +44,7 @@ class SettingError(AccelerateError, ValueError):
 
 
 class ArgumentError(AccelerateError, TypeError):
-    """The error for an argument that a function doesn't have, or that isn't what it takes."""
+    """The error for an unknown argument, or for one of another type than is documented."""
 
 
 class PreparationError(AccelerateError, ValueError):
