@@ -25,16 +25,16 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 
-def small_cnn(num_classes: int = 10) -> nn.Module:
-    """A classifier of 1 x 8 x 8 images."""
+def small_cnn(width: int = 16, num_classes: int = 10) -> nn.Module:
+    """A classifier of 1 x 8 x 8 images, whose convolutions have `width` and twice as many channels."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(32 * 4 * 4, num_classes),
+        nn.Linear(2 * width * 4 * 4, num_classes),
     )
 
 
@@ -46,7 +46,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
     # Without the short last batch every step sees a full global batch, whatever the number of processes.
     train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
     held_out_loader = DataLoader(held_out_set, batch_size=arguments.batch_size)
-    model = small_cnn()
+    model = small_cnn(arguments.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.learning_rate)
     loss_function = nn.CrossEntropyLoss()
     model, optimizer, train_loader, held_out_loader = accelerator.prepare(
@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_size", type=int, default=64, help="samples a process and step")
     parser.add_argument("--num_epochs", type=int, default=8)
+    parser.add_argument("--width", type=int, default=16, help="channels of the first convolution")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")

@@ -7,15 +7,14 @@ to other packages, in which its methods are implemented.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from time import perf_counter
-from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
+from typing import IO, TYPE_CHECKING, Any, Generic, Literal, SupportsFloat, TypeAlias, TypeVar, final, overload
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from . import checkpointing, construction, parallel, seams, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
@@ -32,6 +31,7 @@ from .parallel.base import (
     PreparedArguments,
     Role,
     StrategyOptions,
+    clipped_parameters,
     remark_on_stray,
     require_role,
 )
@@ -51,9 +51,15 @@ from .training.scheduler import AcceleratedScheduler, check_mode
 from .training.window_weights import WindowWeights
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
+    from typing_extensions import TypeVarTuple, Unpack
 
+    from .data_loader.loader import PreparedLoader
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
     from .parallel.streaming.stream import Adapters, WeightStream
@@ -79,19 +85,30 @@ if TYPE_CHECKING:
     from .training.averaging import WeightAverage
     from .watching import Flops, LossRules, RunCallback, RunWatch
 
+    Placed: TypeAlias = Sequence[bool] | None
+    Tracker: TypeAlias = str | LoggerType | tracking.GeneralTracker
+    One = TypeVar("One")
+    Two = TypeVar("Two")
+    Batch = TypeVar("Batch")
+    Rest = TypeVarTuple("Rest")
+    #: What is gathered leaf by leaf.
+    Nested = TypeVar(
+        "Nested", bound=torch.Tensor | ndarray[Any, Any] | dict[Any, Any] | list[Any] | tuple[Any, ...] | None
+    )
+
+    @final
+    class TypedLoader(PreparedLoader, Generic[Batch]):
+        """A prepared loader whose batches have a known type."""
+
+        def __iter__(self) -> Generator[Batch, None, None]: ...
+
+
 logger: MultiProcessAdapter = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
 #: The context inside that of ``accumulate`` if all gradients are reduced; it has no state, so one is enough.
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
-# The types of `prepare`'s arguments, by position.
-T1 = TypeVar("T1")
-T2 = TypeVar("T2")
-T3 = TypeVar("T3")
-T4 = TypeVar("T4")
-T5 = TypeVar("T5")
-T6 = TypeVar("T6")
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -103,16 +120,40 @@ class Accelerator(ReplaceableSteps):
 
     Args:
         device_placement: whether to move prepared objects to ``device``.
+        split_batches: old spelling of ``dataloader_config``.
         mixed_precision: no, fp16, bf16 or fp8.
         gradient_accumulation_steps: micro-batches per optimizer update.
         cpu: force the CPU.
+        dataloader_config: how loaders are divided over the ranks: batch size, order, prefetch, resume.
+        deepspeed_plugin: train with DeepSpeed and these options; a mapping of names to plugins allows several engines.
+        fsdp_plugin: shard models with FSDP and these options.
+        torch_tp_plugin: old spelling of ``parallelism_config``, for tensor parallelism alone.
+        megatron_lm_plugin: train with Megatron-LM and these options.
+        rng_types: the random generators that ranks synchronise at the start of each pass over a loader:
+            ``"generator"`` (the sampler's, the default), ``"python"``, ``"numpy"``, ``"torch"``, or a kind of device.
+        log_with: the trackers of the run: names such as ``"wandb"``, ``"all"``, or tracker objects.
+        project_dir: the folder for checkpoints and logs.
+        project_config: the layout of that folder: names of checkpoints, how many are kept, where logs go.
+        gradient_accumulation_plugin: options of gradient accumulation, instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: whether schedulers step only if the optimizer has stepped; set it to False for a
+            schedule that steps at another time, such as once per epoch.
+        kwargs_handlers: options of DDP, of the gradient scaler, of the process group, of autocast, of fp8, of the
+            profiler and of activation checkpointing, at most one object of each kind.
+        dynamo_backend: compile prepared models with this backend of ``torch.compile``.
+        dynamo_plugin: options of ``torch.compile``, instead of ``dynamo_backend``.
+        deepspeed_plugins: another name of ``deepspeed_plugin``.
+        parallelism_config: the sizes of the mesh axes: replicas, shards, tensor, context, sequence, expert and
+            pipeline parallelism.
         scheduler_mode: ``"samples"`` (the default of the interface: N processes advance a schedule N times per step)
             or ``"updates"`` (once per optimizer update; the same curve on any number of processes).
         parameter_dtype: the dtype of parameters, gradients, optimizer states and computation of prepared models (true
             half or double precision), instead of ``mixed_precision``.
         preemption: when a rank gets a signal or a notice of preemption, save on all ranks at one step, and end.
+        old: old spellings of other arguments, such as ``even_batches``, ``logging_dir`` and ``fp16``. A warning names
+            today's.
 
     Raises:
+        ArgumentError: an argument is unknown; the message names the one that was probably meant.
         SettingError: values are contradictory or impossible; the message says where they were set.
         NotBuilt: the kinds of parallelism can't be combined.
     """
@@ -127,7 +168,7 @@ class Accelerator(ReplaceableSteps):
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
     rng_types: list[str]
-    log_with: Sequence[LoggerType | str | tracking.GeneralTracker]
+    log_with: Sequence[Tracker]
 
     def __init__(
         self,
@@ -142,11 +183,7 @@ class Accelerator(ReplaceableSteps):
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: Engine | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
-        log_with: str
-        | LoggerType
-        | tracking.GeneralTracker
-        | Sequence[str | LoggerType | tracking.GeneralTracker]
-        | None = None,
+        log_with: Tracker | Sequence[Tracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -165,13 +202,13 @@ class Accelerator(ReplaceableSteps):
         construction.install_exception_hooks()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
-        loader_options, project_options, asked_precision = construction.deprecated_arguments(old, mixed_precision)
-        self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
-        self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
+        loading, project, asked = construction.deprecated_arguments(Accelerator.__init__, old, mixed_precision)
+        self.dataloader_config = construction.loader_configuration(dataloader_config, loading)
+        self.project_configuration = construction.project_configuration(project_config, project_dir, project)
         self._handlers = construction.sort_handlers(kwargs_handlers, function_in_use)
         known = AcceleratorState._shared_state
         arguments = {
-            "mixed_precision": known.get("_mixed_precision") if asked_precision is None else asked_precision,
+            "mixed_precision": known.get("_mixed_precision") if asked is None else asked,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "gradient_accumulation_plugin": gradient_accumulation_plugin,
             "cpu": cpu,
@@ -705,48 +742,41 @@ class Accelerator(ReplaceableSteps):
 
     # == prepare ===========================================================================================
 
-    # For editors, one argument has its prepared type, and several keep their types: no type says "each of these,
-    # prepared", and prepared objects have the methods of the given ones.
+    # For type checkers. No type says "each of these, prepared". So the usual order of model, optimizer and loaders is
+    # listed; what comes elsewhere keeps its type, whose attributes the prepared object has too.
     @overload
-    def prepare(
-        self, one: torch.optim.Optimizer, /, *, device_placement: Sequence[bool] | None = None
-    ) -> AcceleratedOptimizer: ...
+    def prepare(self, one: Optimizer, /, *, device_placement: Placed = None) -> AcceleratedOptimizer: ...
     @overload
-    def prepare(
-        self, one: LRScheduler, /, *, device_placement: Sequence[bool] | None = None
-    ) -> AcceleratedScheduler: ...
+    def prepare(self, one: LRScheduler, /, *, device_placement: Placed = None) -> AcceleratedScheduler: ...
     @overload
-    def prepare(self, one: T1, /, *, device_placement: Sequence[bool] | None = None) -> T1: ...
+    def prepare(self, one: DataLoader[Batch], /, *, device_placement: Placed = None) -> TypedLoader[Batch]: ...
     @overload
-    def prepare(self, one: T1, two: T2, /, *, device_placement: Sequence[bool] | None = None) -> tuple[T1, T2]: ...
-    @overload
-    def prepare(
-        self, one: T1, two: T2, three: T3, /, *, device_placement: Sequence[bool] | None = None
-    ) -> tuple[T1, T2, T3]: ...
-    @overload
-    def prepare(
-        self, one: T1, two: T2, three: T3, four: T4, /, *, device_placement: Sequence[bool] | None = None
-    ) -> tuple[T1, T2, T3, T4]: ...
-    @overload
-    def prepare(
-        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, device_placement: Sequence[bool] | None = None
-    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    def prepare(self, one: One, /, *, device_placement: Placed = None) -> One: ...
     @overload
     def prepare(
         self,
-        one: T1,
-        two: T2,
-        three: T3,
-        four: T4,
-        five: T5,
-        six: T6,
+        one: One,
+        two: Optimizer,
+        three: DataLoader[Batch],
         /,
-        *,
-        device_placement: Sequence[bool] | None = None,
-    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+        *rest: Unpack[Rest],
+        device_placement: Placed = None,
+    ) -> tuple[One, AcceleratedOptimizer, TypedLoader[Batch], Unpack[Rest]]: ...
     @overload
-    def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any: ...
-    def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(
+        self, one: One, two: Optimizer, /, *rest: Unpack[Rest], device_placement: Placed = None
+    ) -> tuple[One, AcceleratedOptimizer, Unpack[Rest]]: ...
+    @overload
+    def prepare(
+        self, one: One, two: DataLoader[Batch], /, *rest: Unpack[Rest], device_placement: Placed = None
+    ) -> tuple[One, TypedLoader[Batch], Unpack[Rest]]: ...
+    @overload
+    def prepare(
+        self, one: One, two: Two, /, *rest: Unpack[Rest], device_placement: Placed = None
+    ) -> tuple[One, Two, Unpack[Rest]]: ...
+    @overload
+    def prepare(self, *args: object, device_placement: Placed = None) -> Any: ...
+    def prepare(self, *args: object, device_placement: Placed = None) -> Any:  # pyright: ignore[reportInconsistentOverload]
         """Prepare objects for distributed training; return them in the given order, a single object without a tuple.
 
         Models, optimizers, loaders and schedulers are prepared. Other objects, and those prepared before, are returned
@@ -888,9 +918,7 @@ class Accelerator(ReplaceableSteps):
         self._prepared_models |= dict.fromkeys(map(id, (model, saved, prepared)), prepared)
         return prepared
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap ``optimizer`` to step only when gradients are synchronised.
 
         Example:
@@ -943,10 +971,10 @@ class Accelerator(ReplaceableSteps):
 
     def prepare_data_loader(
         self,
-        data_loader: torch.utils.data.DataLoader[T1],
+        data_loader: DataLoader[Batch],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., object] | None = None,
-    ) -> torch.utils.data.DataLoader[T1]:
+    ) -> DataLoader[Batch]:
         """Wrap ``data_loader`` to yield this process's shard of every batch, on its device.
 
         Example:
@@ -1256,13 +1284,7 @@ class Accelerator(ReplaceableSteps):
             lomo: Any = optimizer.optimizer  # of lomo-optim, whose classes have this method of their own
             lomo.fused_backward(loss, learning_rate)
 
-    def unscale_gradients(
-        self,
-        optimizer: torch.optim.Optimizer
-        | list[torch.optim.Optimizer]
-        | tuple[torch.optim.Optimizer, ...]
-        | None = None,
-    ) -> None:
+    def unscale_gradients(self, optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...] | None = None) -> None:
         """Unscale the fp16 gradients of ``optimizer``: one, several, or None for all prepared ones.
 
         Example:
@@ -1297,7 +1319,7 @@ class Accelerator(ReplaceableSteps):
             optimizer.step()
             ```
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = clipped_parameters("clip_grad_norm_", parameters)
         self._unscale_owners_of(parameters)
         norm = self.strategy.clip_grad_norm(parameters, Clipping(max_norm, float(norm_type), error_if_nonfinite))
         for hook in self.gradient_state.hooks.after_clip:
@@ -1314,7 +1336,7 @@ class Accelerator(ReplaceableSteps):
             optimizer.step()
             ```
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = clipped_parameters("clip_grad_value_", parameters)
         self._unscale_owners_of(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -1402,7 +1424,7 @@ class Accelerator(ReplaceableSteps):
 
     # == collectives =======================================================================================
 
-    def gather(self, tensor: T1) -> T1:
+    def gather(self, tensor: One) -> One:
         """Gather tensors from all ranks, concatenated along the first dimension, on every rank.
 
         Example:
@@ -1413,6 +1435,14 @@ class Accelerator(ReplaceableSteps):
         """
         return collectives.gather(tensor, world=self.world)
 
+    @overload
+    def gather_for_metrics(
+        self, input_data: Nested, use_gather_object: bool = False, *, to: Literal["all"] = "all"
+    ) -> Nested: ...
+    @overload
+    def gather_for_metrics(
+        self, input_data: object, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
+    ) -> Any: ...
     def gather_for_metrics(
         self, input_data: object, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
     ) -> Any:
@@ -1450,7 +1480,7 @@ class Accelerator(ReplaceableSteps):
         """
         return StreamingMean(self.mesh, self.gradient_state)
 
-    def reduce(self, tensor: T1, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> T1:
+    def reduce(self, tensor: One, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> One:
         """Return the elementwise sum, mean or max over ranks on every rank; ``tensor`` is unchanged.
 
         Example:
@@ -1460,7 +1490,7 @@ class Accelerator(ReplaceableSteps):
         """
         return collectives.reduce(tensor, reduction, scale, world=self.world)
 
-    def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
+    def pad_across_processes(self, tensor: One, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> One:
         """Pad ``tensor`` along ``dim`` to the largest size on any rank.
 
         Example:
@@ -2116,7 +2146,7 @@ class Accelerator(ReplaceableSteps):
                 self._register_model(model, prepared)
 
 
-def _register(registry: list[Any], obj: T1) -> T1:
+def _register(registry: list[Any], obj: One) -> One:
     """Append ``obj`` to ``registry`` once, and return it; compare by identity, because tensors compare elementwise."""
     if not any(known is obj for known in registry):
         registry.append(obj)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
+from inspect import signature
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
@@ -15,7 +16,7 @@ from .devices.hardware import is_bf16_available
 from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
-from .errors import SettingError
+from .errors import ArgumentError, SettingError
 from .logging import install_rich_tracebacks
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
@@ -25,6 +26,7 @@ from .precision import choose as choose_precision
 from .seams import LoopHook, LoopHooks, check_is_there, load, loop_hooks
 from .settings import env
 from .settings.labels import FP8BackendType
+from .settings.option import nearest
 from .settings.tree import ROWS
 
 if TYPE_CHECKING:
@@ -149,12 +151,15 @@ _NEW_SPELLINGS = {
 
 
 def deprecated_arguments(
-    given: dict[str, object], mixed_precision: str | None
+    create: Callable[..., None], given: dict[str, object], mixed_precision: str | None
 ) -> tuple[dict[str, object], dict[str, object], str | None]:
     """Remove deprecated arguments from ``given``; return (loader options, project options, mixed precision).
 
+    Args:
+        create: the constructor, for the names of its arguments.
+
     Raises:
-        TypeError: an argument is unknown in all versions.
+        ArgumentError: an argument is unknown in all versions.
         SettingError: ``fp16=True`` contradicts ``mixed_precision``.
     """
     loader = {name: given.pop(name) for name in _LOADER_SPELLINGS if name in given}
@@ -167,7 +172,10 @@ def deprecated_arguments(
                 raise SettingError(f"fp16=True and mixed_precision={mixed_precision!r} contradict. Drop fp16.")
             mixed_precision = "fp16"
     if given:
-        raise TypeError(f"Accelerator.__init__() got an unexpected keyword argument {next(iter(given))!r}")
+        name = next(iter(given))
+        near = nearest(name, [*signature(create).parameters, *_NEW_SPELLINGS])
+        hint = f"Did you mean {near!r}?" if near else "The reference page of Accelerator explains all that it has."
+        raise ArgumentError(f"Accelerator() got an unexpected keyword argument {name!r}. {hint}")
     if used:
         warn_of_old_spelling(
             f"Accelerator({', '.join(f'{name}=' for name in used)}) is an old spelling. Use "

@@ -8,6 +8,7 @@ around a constructor keeps working::
     │   ├── ConfigFileNotFound (FileNotFoundError)   the configuration file doesn't exist
     │   ├── InputEnded                               the input ended before the last question
     │   └── PortInUse         (ConnectionError)      a program already listens on the port
+    ├── ArgumentError         (TypeError)            an argument is unknown, or isn't of the documented kind
     ├── PreparationError      (ValueError)           objects can't be prepared together
     ├── MissingDependency     (ImportError)          an optional package is missing or too old
     ├── NotBuilt              (NotImplementedError)  a documented feature isn't implemented
@@ -40,6 +41,10 @@ class AccelerateError(Exception):
 
 class SettingError(AccelerateError, ValueError):
     """A requested value can't be used; the message names its source and the correction."""
+
+
+class ArgumentError(AccelerateError, TypeError):
+    """The error for an unknown argument, or for one of another type than is documented."""
 
 
 class PreparationError(AccelerateError, ValueError):

@@ -48,11 +48,13 @@ class LaunchFlag:
         help: one line.
         begin: ``module:function``, called with the parsed arguments before the launch is planned. It returns a
             function that takes the plan and returns a context; the context's value is the plan to run.
+        value: an optional value as the help shows it, such as ``[=FOLDER]``; empty if the flag takes none.
     """
 
     flag: str
     help: str
     begin: str
+    value: str = ""
 
     @property
     def dest(self) -> str:

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,32 @@ def test_where_a_fork_is_unsafe_the_function_travels_to_fresh_processes(monkeypa
         return int(os.environ["RANK"]), float(kept.sum())
 
     assert notebook_launcher(function, num_processes=2, use_port=0) == [(0, 2.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("launcher", [debug_launcher, partial(notebook_launcher, num_processes=2, use_port=0)])
+def test_plain_results_need_no_cloudpickle(
+    launcher: Callable[[Callable[[], object]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(fork, "is_installed", lambda name: False)
+    monkeypatch.setattr(fork, "require", None)
+
+    def function() -> object:
+        rank = int(os.environ["RANK"])
+        plain = [0.1, float("inf"), -3, 2**80, True, "text", None, b"bytes", (1, [2]), {"name": {3: {4}}}]
+        return {"rank": rank, "plain": plain, "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) + rank}
+
+    for rank, result in enumerate(launcher(function)):
+        assert result["rank"] == rank
+        assert result["plain"] == [
+            *(0.1, float("inf"), -3, 2**80, True, "text", None, b"bytes", (1, [2]), {"name": {3: {4}}})
+        ]
+        assert torch.equal(result["tensor"], torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) + rank)
+    assert launcher(lambda: 0.5) == [0.5, 0.5] and launcher(lambda: torch.ones(2))[1].tolist() == [1, 1]
+    capfd.readouterr()
+    assert launcher(lambda: object()) == [None, None]
+    assert capfd.readouterr().err.count('Install cloudpickle to get it: pip install "accelerate[notebook]"') == 1
 
 
 def test_an_initialised_accelerator_makes_a_fork_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,19 @@ def test_a_hundred_random_kills(tmp_path: Path) -> None:
     _check(tmp_path, 4, len(list(tmp_path.glob("end_*"))), num_samples, num_epochs)
 
 
+def test_a_watch_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Not at its first report, after minutes of training."""
+    script = "from accelerate import Accelerator\nAccelerator(cpu=True).watch_run()\nprint('trains')\n"
+    (tmp_path / "train.py").write_text(script)
+    command = ["launch", "--cpu", "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1 and "trains" not in ended.stdout
+    assert "SettingError: `watch_run()` under `accelerate launch --keep_replicas`" in ended.stderr
+
+
 def test_ranks_that_all_fail_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     command = ["launch", "--cpu", "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py")]

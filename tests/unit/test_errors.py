@@ -41,12 +41,10 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     "an argument of another type than is documented, as Python says it": (
         "construction.py _of_class TypeError",
         "guests/deepspeed/plugin.py complete TypeError",
-        "construction.py deprecated_arguments TypeError",
         "construction.py parallelism TypeError",
         "construction.py project_configuration TypeError",
         "construction.py sort_handlers TypeError",
         "devices/memory.py _refuse_own_batch_size TypeError",
-        "distributed/random.py set_seed TypeError",
         "guests/preemption/loop.py attach TypeError",
         "nested.py concatenate TypeError",
         "nested.py find_batch_size TypeError",

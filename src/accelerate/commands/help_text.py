@@ -11,37 +11,14 @@ from typing import Final, cast
 from ..seams import launch_flags
 from ..settings.option import OptionInfo
 
+_COMMON: Final = """
+    --config_file --num_processes --num_machines --mixed_precision --cpu --multi_gpu --tpu --gpu_ids
+    --machine_rank --main_process_ip --main_process_port --max_restarts --launcher --use_deepspeed --use_fsdp
+    --use_megatron_lm --num_cpu_threads_per_process --dynamo_backend --log_dir --tee --module --debug
+    --preflight --pretend --monitor --explain --dry-run --help-all
+"""
 #: The options of the launcher's short help, in this order; all others are in ``--help-all`` only.
-COMMON: Final = (
-    "--config_file",
-    "--num_processes",
-    "--num_machines",
-    "--mixed_precision",
-    "--cpu",
-    "--multi_gpu",
-    "--tpu",
-    "--gpu_ids",
-    "--machine_rank",
-    "--main_process_ip",
-    "--main_process_port",
-    "--max_restarts",
-    "--launcher",
-    "--use_deepspeed",
-    "--use_fsdp",
-    "--use_megatron_lm",
-    "--num_cpu_threads_per_process",
-    "--dynamo_backend",
-    "--log_dir",
-    "--tee",
-    "--module",
-    "--debug",
-    "--preflight",
-    "--pretend",
-    "--monitor",
-    "--explain",
-    "--dry-run",
-    "--help-all",
-)
+COMMON: Final = tuple(_COMMON.split())
 
 #: Options of the launcher itself: (flag, value shown, help).
 OWN: Final = (
@@ -56,7 +33,7 @@ OWN: Final = (
 
 def own_options() -> tuple[tuple[str, str, str], ...]:
     """Return the options of the launcher itself, and those that guests add: (flag, value shown, help)."""
-    return (*OWN, *((row.flag, "", row.help) for row in launch_flags()))
+    return (*OWN, *((row.flag, row.value, row.help) for row in launch_flags()))
 
 
 _SPELLINGS: Final = "Every option can be spelled with _ or with -."
@@ -76,7 +53,7 @@ def _width() -> int:
 
 
 def _lines(flag: str, value: str, help: str, width: int) -> list[str]:
-    head = f"  {flag} {value}".rstrip()
+    head = f"  {flag} {value}".replace(" [=", "[=").rstrip()
     body = textwrap.wrap(help, max(30, width - _COLUMN))
     if len(head) >= _COLUMN - 1:
         return [head, *(" " * _COLUMN + line for line in body)]

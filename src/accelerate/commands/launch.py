@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from ..errors import AccelerateError
 from ..launch.arguments import complete, config_path, program_of, settings_of
 from ..launch.choose import choose, engine_named
 from ..launch.engine import is_cpu_run, without_effect
 from ..launch.local import LocalProcesses, OneProcess, ProcessFailed
-from ..launch.plan import LaunchPlan
+from ..launch.plan import LaunchPlan, Program
 from ..launch.preflight import Host, check_cheap, this_host
 from ..launch.prepared import prepared_for_sagemaker
 from ..launch.streams import open_standard_descriptors
@@ -42,6 +45,9 @@ __all__ = [
     "tpu_pod_launcher",
 ]
 
+#: Options that scripts get from training libraries, without naming them.
+_OF_TRAINERS: Final = {"--debug", "--fp16", "--gradient_accumulation_steps", "--help", "--log_dir", "--quiet"}
+
 
 def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of the launcher's command line, which leaves the script's own arguments unparsed."""
@@ -61,7 +67,7 @@ def _run(
     """Run the program through ``engine``, or through the one that suits; return (exit code, settings, plan)."""
     with contextlib.ExitStack() as after:
         after.callback(release_ports)
-        begun = [load(row.begin)(args) for row in launch_flags() if getattr(args, row.dest, False)]
+        begun = [load(row.begin)(args) for row in launch_flags() if getattr(args, row.dest, None) not in (None, False)]
         settings, engine, plan = plan_launch(args, engine)
         contexts = [around(plan) for around in begun]
         if _shown_instead(args, settings, engine, plan):
@@ -140,8 +146,27 @@ def plan_launch(
     if plan.ranks and not claim_port(port):  # another launch has chosen it, and its ranks don't listen there yet
         host = dataclasses.replace(host, busy_ports=host.busy_ports | {port})
         plan = engine.plan(settings, program, host)
-    notes = (*plan.notes, *without_effect(engine, settings, program, host, plan))
+    notes = (*plan.notes, *without_effect(engine, settings, program, host, plan), *_passed_to_script(program))
     return settings, engine, dataclasses.replace(plan, notes=notes)
+
+
+def _passed_to_script(program: Program) -> Iterator[str]:
+    """Yield a note if the script gets options of the launcher that its source doesn't name."""
+    words = takewhile("--".__ne__, program.arguments)
+    given = {word.partition("=")[0] for word in words if word.startswith("--")} - _OF_TRAINERS
+    source = Path(program.target)
+    if given and program.kind == "script" and source.is_file():
+        code = source.read_text(encoding="utf-8", errors="replace").replace("-", "_")
+        known = launch_command_parser()._option_string_actions
+        ours = [name for name in sorted(given) if name in known and not _names(code, name[2:].replace("-", "_"))]
+        if ours:
+            named = " and ".join(ours)
+            yield f"{source} gets {named} as its own: options of `accelerate launch` come before the script"
+
+
+def _names(code: str, option: str) -> bool:
+    """Return whether a script declares an option: as ``--option``, or as an annotated field or parameter."""
+    return re.search(rf"__{option}\b|(?<![.\w]){option}\s*:", code) is not None
 
 
 def launch_command(args: argparse.Namespace) -> None:

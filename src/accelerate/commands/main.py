@@ -11,49 +11,17 @@ from ..seams import Command, guests, guests_of_others
 
 _HERE: Final = __package__
 #: The commands of the core, in the order of the help.
-_CORE: Final = (
-    Command(
-        "config",
-        f"{_HERE}.config",
-        "get_config_parser",
-        "Answer a few questions about this machine and write the configuration file.",
-    ),
-    Command(
-        "launch",
-        f"{_HERE}.launch",
-        "launch_command_parser",
-        "Start a program on one process or many, here or on a cluster.",
-    ),
-    Command(
-        "test",
-        f"{_HERE}.test",
-        "test_command_parser",
-        "Check that the configuration works, with a small training run.",
-    ),
-    Command(
-        "env",
-        f"{_HERE}.env",
-        "env_command_parser",
-        "Print versions, devices and the configuration, to be pasted into a report.",
-    ),
-    Command(
-        "checkpoints",
-        f"{_HERE}.checkpoints",
-        "checkpoints_command_parser",
-        "List the checkpoints in a folder, and say which of them load.",
-    ),
-    Command(
-        "merge-weights",
-        f"{_HERE}.merge",
-        "merge_command_parser",
-        "Merge the sharded weights of a checkpoint into one file.",
-    ),
-    Command(
-        "to-fsdp2",
-        f"{_HERE}.to_fsdp2",
-        "to_fsdp2_command_parser",
-        "Convert a configuration file from FSDP version 1 to version 2.",
-    ),
+_CORE: Final = tuple(
+    Command(name, f"{_HERE}.{module}", f"{module}_command_parser", help)
+    for name, module, help in (
+        ("config", "config", "Answer a few questions about this machine and write the configuration file."),
+        ("launch", "launch", "Start a program on one process or many, here or on a cluster."),
+        ("test", "test", "Check that the configuration works, with a small training run."),
+        ("env", "env", "Print versions, devices and the configuration, to be pasted into a report."),
+        ("checkpoints", "checkpoints", "List the checkpoints in a folder, and say which of them load."),
+        ("merge-weights", "merge", "Merge the sharded weights of a checkpoint into one file."),
+        ("to-fsdp2", "to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
+    )
 )
 
 

@@ -178,7 +178,7 @@ class LaunchParser(argparse.ArgumentParser):
             if action is None:
                 self.error(unknown_option(self, argument))
             given.add(action.dest)
-            index += 1 if action.nargs == 0 or has_value else 2
+            index += 1 if action.nargs in (0, "?") or has_value else 2
         return len(argv)
 
 
@@ -259,15 +259,14 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
     )
     parser.add_argument(*spellings("--help-all"), action=_Help, dest="help_all", show=lambda: full_help(rows))
-    for name, _, _ in own_options():
+    for name, value, _ in own_options():
         if name == "--config_file":
             parser.add_argument(*spellings(name), dest="config_file", default=None)
         elif name == "--nproc_per_node":
             parser.add_argument(*spellings(name), dest="processes_per_machine", type=_processes_per_machine)
         elif name not in ("--help-all", "--fp16"):
-            parser.add_argument(
-                *spellings(name), dest=name[2:].replace("-", "_"), action="store_const", const=True, default=False
-            )
+            takes: Any = {"nargs": "?"} if value and isinstance(parser, LaunchParser) else {"action": "store_const"}
+            parser.add_argument(*spellings(name), dest=name[2:].replace("-", "_"), const=True, default=False, **takes)
     for option in rows:
         add_option(parser, option)
     parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)

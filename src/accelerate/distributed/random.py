@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..devices.table import DeviceKind, available_kind, kind_of
-from ..errors import SettingError
+from ..errors import ArgumentError, SettingError
 from . import collectives
 from .world import World, current_world
 
@@ -37,12 +37,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: also make torch raise for operations without a deterministic implementation.
 
     Raises:
-        TypeError: the seed isn't a whole number.
+        ArgumentError: the seed isn't a whole number.
     """
     try:
         operator.index(seed)
     except TypeError:
-        raise TypeError(f"set_seed({seed!r}): the seed has to be a whole number, not {type(seed).__name__}.") from None
+        near = f" Did you mean set_seed({int(seed)})?" if isinstance(seed, str) and seed.isdecimal() else ""
+        wrong = f"set_seed({seed!r}): the seed has to be a whole number, not {type(seed).__name__}.{near}"
+        raise ArgumentError(wrong) from None
     world = current_world()
     if device_specific:
         seed += world.rank if world is not None else 0

@@ -198,6 +198,6 @@ def logs_of(settings: Settings) -> Logs:
 def device_notes(settings: Settings, host: Host, num_processes: int) -> tuple[str, ...]:
     """Return notes on the devices that the user may not expect."""
     asked = settings.launch.multi_gpu or str(settings.launch.distributed_type or "").startswith("MULTI_")
-    if asked and not is_cpu_run(settings) and host.num_devices == 0:
+    if (asked or device_ids(settings)) and not is_cpu_run(settings) and host.num_devices == 0:
         return (f"no accelerator was found on {host.name}: the {num_processes} process(es) run on the CPU",)
     return ()

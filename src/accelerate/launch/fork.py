@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import linecache
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, final
@@ -145,19 +147,22 @@ def _flush() -> None:
 def write_result(folder: Path, rank: int, result: object, *, is_copy: bool = False) -> None:
     """Write what this rank returned for the parent to read; for None no file is written.
 
-    A copy of the parent names the classes that both know, so that the parent gets instances of its own.
+    A copy of the parent names the classes that both know, so that the parent gets instances of its own. Without
+    cloudpickle, only what has an exact form without pickle passes: tensors, numbers, text, and containers of them.
     """
     if result is None:
         return
-    if not is_installed("cloudpickle"):
-        if rank == 0:
-            print(
-                f"A {type(result).__name__} was returned, but results pass between processes only with "
-                'cloudpickle: pip install "accelerate[notebook]". None is returned instead.',
-                file=sys.stderr,
-            )
-        return
     path = folder / f"result_{rank}"
+    if not is_installed("cloudpickle"):
+        from ..checkpointing.codec import EncodingError, encode, inline
+
+        try:
+            path.write_text(json.dumps(inline(encode(result, "result"))), encoding="utf-8")
+        except EncodingError as error:
+            if rank == 0:
+                remedy = 'Install cloudpickle to get it: pip install "accelerate[notebook]". None is returned instead.'
+                print(f"{error} {remedy}", file=sys.stderr)
+        return
     if is_copy:
         with contextlib.suppress(Exception):  # what only this rank has defined is pickled by value
             path.write_bytes(_pickle(result, by_name=True))
@@ -190,7 +195,14 @@ def _code_of_file(make: Callable[..., CodeType], parts: tuple[object, ...], file
 def read_result(folder: Path, rank: int) -> Any:
     """Load the rank's result, written by a child process into a folder of this user only."""
     path = folder / f"result_{rank}"
-    return require("cloudpickle").loads(path.read_bytes()) if path.exists() else None
+    if not path.exists():
+        return None
+    if is_installed("cloudpickle"):
+        return require("cloudpickle").loads(path.read_bytes())
+    from ..checkpointing.codec import decode, inlined_tensor
+
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return decode(content["state"], partial(inlined_tensor, content))
 
 
 def _interactive_sources() -> dict[str, list[str]]:

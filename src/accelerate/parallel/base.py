@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,13 +20,12 @@ from torch.utils.data import DataLoader
 
 from ..distributed.mesh import Mesh
 from ..distributed.world import World, current_world
-from ..errors import PreparationError
+from ..errors import ArgumentError, PreparationError
 from ..hooks.align import has_offloaded_params
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import is_sharded, moved
-from ..plugins import Plugins
+from ..plugins import Placeholder, Plugins
 from ..plugins.data import DataLoaderConfiguration
-from ..plugins.placeholder import Placeholder
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
@@ -317,6 +316,19 @@ def role_of(obj: object) -> Role:
     if isinstance(obj, (LRScheduler, AcceleratedScheduler)):
         return Role.SCHEDULER
     return Role.FOREIGN
+
+
+def clipped_parameters(asked: str, given: object) -> list[torch.Tensor]:
+    """Return the parameters ``given`` to the method ``asked``, a tensor or several, as a list.
+
+    Raises:
+        ArgumentError: it is a model, an optimizer, names with tensors, or the like.
+    """
+    is_several = isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, torch.nn.Module))
+    found: list[Any] = list(cast("Iterable[object]", given)) if is_several else [given]
+    for wrong in {type(one).__name__ for one in found if not isinstance(one, torch.Tensor)}:
+        raise ArgumentError(f"{asked}() takes tensors, not {wrong}. Did you mean {asked}(model.parameters(), ...)?")
+    return found
 
 
 def require_role(obj: object, role: Role) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, ClassVar, Protocol, final
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallelPlugin
@@ -20,6 +20,17 @@ class Engine(Protocol):
     def mesh_axes(self) -> dict[str, int]:
         """The mesh axes along which the engine itself splits the model."""
         ...
+
+
+class Placeholder:
+    """An argument of ``prepare`` that its engine replaces; every other strategy raises."""
+
+    #: The role in ``prepare``, a value of `parallel.base.Role`.
+    role: ClassVar[str]
+    #: The name of the engine.
+    engine: ClassVar[str]
+    #: The stem of the Accelerator's argument and of the launch flag that ask for it.
+    asked_by: ClassVar[str]
 
 
 @final

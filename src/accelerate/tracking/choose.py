@@ -13,6 +13,7 @@ from weakref import WeakSet
 from .. import optional
 from ..errors import SettingError
 from ..settings.labels import LoggerType
+from ..settings.option import nearest
 from .aim import AimTracker
 from .background_queue import BackgroundQueue
 from .base import BlankTracker, GeneralTracker, writes_here
@@ -124,9 +125,11 @@ def filter_trackers(
             )
         chosen.append(_label(name))
     if asked and not chosen and writes_here():
+        named = ",".join(str(each) for each in asked)
+        remedy = "" if everything else f' Install with: pip install "accelerate[{named}]".'
         warnings.warn(
-            f"`log_with={', '.join(str(each) for each in asked)}` was passed but no supported trackers are currently "
-            "installed: nothing is sent to a service.",
+            f"`log_with={named}` was passed but no supported trackers are currently installed: nothing is sent to a "
+            f"service.{remedy}",
             stacklevel=3,
         )
     return chosen
@@ -288,9 +291,10 @@ def find_tracker(
 
 def _known(name: object) -> str:
     if not isinstance(name, str) or str(name) not in LOGGER_TYPE_TO_CLASS:
+        near = nearest(str(name), LOGGER_TYPE_TO_CLASS)
         raise SettingError(
-            f"Unsupported logging capability: {name} (`log_with`). Choose between "
-            f"{', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, a GeneralTracker object, or register a class with "
+            f"Unsupported logging capability: {name} (`log_with`).{f' Did you mean {near}?' if near else ''} Choose "
+            f"between {', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, a GeneralTracker object, or register a class with "
             "`accelerate.tracking.register_tracker_class`."
         )
     return str(name)

@@ -70,7 +70,7 @@ def test_a_model_that_cant_be_traced_is_estimated_without_activations(capsys: py
     out = capsys.readouterr().out
     assert "Without activations of forward and backward. models_to_estimate.py:bare: what Linear is called" in out
     row = next(line for line in out.splitlines() if line.startswith("single")).split()
-    assert row[:8] == ["single", "1", "1.0", "MB", "0", "bytes", "1.0", "MB"]
+    assert row[:8] == ["single", "1", "1.0", "MiB", "0", "bytes", "1.0", "MiB"]
 
 
 def test_more_activations_come_from_larger_batches_and_fewer_from_recomputation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -467,6 +468,42 @@ def test_a_warning_of_the_command_is_one_line_without_our_source(script: Path) -
     assert line.startswith(
         "accelerate launch: UserWarning: Given without effect in this run: `fp8_config.backend` (c.yaml:3)"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (["--num_processes", "2"], "", "--num_processes"),
+        (["--num-processes=2", "--use_fsdp"], "print(accelerator.num_processes)", "--num-processes and --use_fsdp"),
+        (["--mixed_precision", "bf16"], "", "--mixed_precision"),
+        (["--monitor"], "", "--monitor"),
+        (["--mixed_precision", "bf16"], "parser.add_argument('--mixed_precision')", ""),
+        (["--mixed_precision", "bf16"], "parser.add_argument('--mixed-precision')", ""),
+        (["--mixed_precision", "bf16"], "class Arguments:\n    mixed_precision: str = 'no'", ""),
+        (["--", "--num_processes", "2"], "", ""),
+        (["--learning_rate", "1", "num_processes"], "", ""),
+        (["--fp16", "--debug", "--help", "--gradient_accumulation_steps", "2"], "", ""),  # transformers' own
+    ],
+)
+def test_an_option_that_went_to_the_script_is_remarked_on_once(
+    script: Path, words: list[str], code: str, named: str
+) -> None:
+    script.write_text(code)
+    said = f"{script} gets {named} as its own: options of `accelerate launch` come before the script"
+    made = plan_launch(parsed("--cpu", str(script), *words))[2]
+    assert made.notes == (said,) * bool(named) and made.argv[2:] == tuple(words)
+
+
+def test_the_monitor_may_be_given_a_folder() -> None:
+    assert parsed("script.py").monitor is False
+    for words in (["--monitor"], ["--monitor", "--cpu"], ["--cpu", "--monitor"]):
+        assert parsed(*words, "script.py", "a").monitor is True
+        assert parsed(*words, "script.py", "a").training_script_args == ["a"]
+    assert parsed("--monitor=run", "script.py").monitor == "run"
+    own = argparse.ArgumentParser()  # of another program, which takes the command in
+    launch_command_parser(own.add_subparsers())
+    args = own.parse_args(["launch", "--monitor", "script.py", "--monitor"])
+    assert args.monitor is True and (args.training_script, args.training_script_args) == ("script.py", ["--monitor"])
 
 
 @pytest.mark.filterwarnings("always:Given without effect:UserWarning")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from accelerate.commands.launch import launch_command_parser
 from accelerate.errors import SettingError
 from accelerate.guests.estimate import plan_command as command
 from accelerate.guests.estimate.plan import footprint, layouts, propose
 from accelerate.guests.estimate.trace import TrainingTrace, trace_training
+from accelerate.launch.arguments import flags_of, settings_of
 from accelerate.settings import file
 
 PROGRAM = """
@@ -134,6 +138,11 @@ def test_every_way_has_a_configuration_that_means_it(gpus: int, tmp_path: Path) 
         file.save(command.settings_of(way, gpus, 8, "bf16", ["Block"]), path)
         read = file.load(path)
         assert read.launch.num_processes == gpus and read.run.mixed_precision == "bf16"
+        if way.layout.sharding != "zero3":  # the package isn't needed to plan with it
+            address = ["--main_process_ip", "node0", "--main_process_port", "29500"] if gpus > 8 else []
+            flags = flags_of(command.settings_of(way, gpus, 8, "bf16", ["Block"]))
+            same = settings_of(launch_command_parser().parse_args([*flags, *address, "train.py"]))
+            assert (same.fsdp, same.parallelism) == (read.fsdp, read.parallelism)
         if way.layout.sharding.startswith("fsdp"):
             assert read.fsdp is not None and read.fsdp.activation_checkpointing is way.recompute
             assert bool(read.fsdp.cpu_offload) is way.layout.offload_weights
@@ -144,14 +153,32 @@ def test_every_way_has_a_configuration_that_means_it(gpus: int, tmp_path: Path) 
             assert (sizes.tp_size, sizes.cp_size) == (way.layout.tp, way.layout.cp)
 
 
-def test_the_command_prints_the_table_and_writes_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1500KB", "--batch", "4", "--sequence", "16"]
-    assert command.main([*arguments, "--reserve", "0", "--mixed-precision", "no"]) == 0
+def test_the_command_prints_the_table_in_binary_units_and_how_to_launch_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = set(tmp_path.iterdir())
+    arguments = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1500KiB", "--batch", "4", "--sequence", "16"]
+    arguments += ["--reserve", "0", "--mixed-precision", "no"]
+    assert command.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "Chosen: fsdp" in out and "accelerate launch --config_file accelerate_config.yaml" in out
-    written = file.read("accelerate_config.yaml")
+    assert "Chosen: fsdp" in out and "1.46 MiB" in out and not re.search(r"\d [KMGT]B", out)
+    assert out.splitlines()[-1].startswith("  accelerate launch --use_fsdp ")
+    assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
+    assert command.main([*arguments, "--config_file", "my plan.yaml"]) == 0
+    assert "accelerate launch --config_file 'my plan.yaml' SCRIPT.py" in capsys.readouterr().out.splitlines()[-1]
+    written = file.read("my plan.yaml")
     assert written["distributed_type"] == "FSDP"
     assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+
+
+def test_the_printed_command_launches_the_planned_script_with_its_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["train.py", "--gpus", "2", "--memory", "2MB", "--", "5", "two words"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:2] == ["accelerate", "launch"] and words[-3:] == ["train.py", "5", "two words"]
+    read = settings_of(launch_command_parser().parse_args(words[2:]))
+    assert read.launch.num_processes == 2 and read.run.mixed_precision == "bf16" and read.fsdp is not None
 
 
 def test_a_function_that_only_builds_the_model_is_planned_without_activations_and_it_says_so(

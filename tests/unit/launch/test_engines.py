@@ -246,9 +246,12 @@ def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) 
         plan(settings(cpu=True, **flags))
 
 
-def test_gpus_that_arent_there_are_noted() -> None:
-    made = plan(settings(multi_gpu=True, num_processes=2))
-    assert "no accelerator was found on box" in made.notes[0]
+@pytest.mark.parametrize(
+    "flags", [{"multi_gpu": True, "num_processes": 2}, {"gpu_ids": "0,1"}, {"gpu_ids": "0", "num_processes": 1}]
+)
+def test_gpus_that_arent_there_are_noted(flags: dict[str, Any]) -> None:
+    (note,) = plan(settings(**flags)).notes
+    assert "no accelerator was found on box" in note
 
 
 def test_some_accelerate_use_variable_is_always_set() -> None:

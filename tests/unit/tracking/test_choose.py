@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,8 +106,18 @@ def test_a_tracker_that_is_not_installed_is_dropped_with_a_warning_if_none_is_le
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert filter_trackers(["wandb", "mlflow"]) == [LoggerType.MLFLOW]
-    with pytest.warns(UserWarning, match="`log_with=wandb` was passed but no supported trackers"):
+    said = r"`log_with=wandb` was passed but no supported trackers.*pip install \"accelerate\[wandb\]\""
+    with pytest.warns(UserWarning, match=said):
         assert filter_trackers("wandb") == []
+
+
+def test_every_service_that_is_missing_has_an_extra_of_its_name(installed: set[str]) -> None:
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    extras = set(re.findall(r"^(\w+) = \[", project.read_text(encoding="utf-8"), re.MULTILINE))
+    services = [str(label) for label in LoggerType if label != LoggerType.ALL]
+    assert set(services) <= extras
+    with pytest.warns(UserWarning, match=re.escape(f"accelerate[{','.join(services)}]")):
+        assert filter_trackers(services) == []
 
 
 def test_all_is_about_services_and_names_keep_their_order(installed: set[str]) -> None:
@@ -119,7 +130,9 @@ def test_all_is_about_services_and_names_keep_their_order(installed: set[str]) -
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(installed: set[str]) -> None:
-    with pytest.raises(ValueError, match=r"logging capability: wandbb .*all.*wandb.*register_tracker_class"):
+    with pytest.raises(
+        ValueError, match=r"logging capability: wandbb .*Did you mean wandb\?.*all.*wandb.*register_tracker_class"
+    ):
         filter_trackers("wandbb")
     with pytest.raises(ValueError, match="3"):
         filter_trackers([3])  # type: ignore[list-item]

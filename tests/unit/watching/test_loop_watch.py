@@ -243,6 +243,11 @@ def test_the_launcher_serves_the_page_while_the_run_goes_on(
     args = argparse.Namespace(training_script="some/train.py", log_dir=None)
     folder = folder_of_launch(args)
     assert folder.parent == tmp_path / "runs" and folder.name.startswith("train_") and args.log_dir == f"{folder}/logs"
+    monkeypatch.setenv("ACCELERATE_MONITOR", "of_the_environment")
+    for given, name in ((True, "of_the_environment"), ("", "of_the_environment"), ("named", "named")):
+        named = argparse.Namespace(training_script="train.py", log_dir="kept", monitor=given)
+        expected = tmp_path / name if given else tmp_path / "runs"
+        assert folder_of_launch(named) == expected or (not given and folder_of_launch(named).parent == expected)
     plan = LaunchPlan("local", ("python",), {"A": "1"}, ranks=({},))
     with shown(plan, folder) as planned:
         assert planned.environment == {"A": "1", "ACCELERATE_MONITOR": str(folder)}

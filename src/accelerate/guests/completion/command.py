@@ -61,7 +61,7 @@ class _Flag(NamedTuple):
 def _flags() -> dict[tuple[str, ...], list[_Flag]]:
     """Return the flags by the subcommands that have them."""
     own = (*own_options(), ("--help", "", "Show this help."))
-    launch = [_Flag(spellings(flag), bool(value), (), help) for flag, value, help in own]
+    launch = [_Flag(spellings(flag), value[:1] not in ("", "["), (), help) for flag, value, help in own]
     launch += [_Flag(row.flags, not row.switch, _choices(row), row.help) for row in launch_options_of()]
     found: dict[tuple[str, ...], list[_Flag]] = {("launch", "test"): launch}
     for name, command in commands().items():

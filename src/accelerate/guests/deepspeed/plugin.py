@@ -18,9 +18,9 @@ from torch import nn
 
 from ...errors import NotBuilt, SettingError
 from ...optional import is_installed, require
+from ...plugins import Placeholder
 from ...plugins.fsdp import get_module_class_from_name
 from ...plugins.handlers import LaunchedOptions, canonicalize
-from ...plugins.placeholder import Placeholder
 from ...settings import env
 from ...settings.fp8 import MSAMP_IS_GONE
 from .options import DeepSpeedOptions

@@ -386,11 +386,11 @@ def _in_order(gpus: int, gpus_per_host: int) -> Iterator[tuple[Layout, bool]]:
 def as_text(plan: Plan) -> str:
     """Format the plan as a table with a sentence about the choice."""
     rows = [("way", *PARTS, "host", "peak", "fits")]
-    rows += [(each.name, *map(convert_bytes, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
+    rows += [(each.name, *map(binary_size, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
     lines = [
-        f"{plan.model} on {plan.gpus} x {convert_bytes(plan.memory)} ({convert_bytes(plan.usable)} planned with; 1 GB "
-        f"is 1024^3 bytes): one training step of batch {plan.batch} per data-parallel rank and sequence "
-        f"{plan.sequence}, on the busiest rank",
+        f"{plan.model} on {plan.gpus} x {binary_size(plan.memory)} ({binary_size(plan.usable)} planned with): "
+        f"one training step of batch {plan.batch} per data-parallel rank and sequence {plan.sequence}, on the busiest "
+        "rank",
         "",
         *aligned(rows),
         "",
@@ -403,6 +403,11 @@ def as_text(plan: Plan) -> str:
     if plan.untraced is not None:
         lines += ["", f"Without activations of forward and backward; --reserve leaves room for them. {plan.untraced}"]
     return "\n".join(lines)
+
+
+def binary_size(num_bytes: float) -> str:
+    """Format a number of bytes in powers of 1024: ``binary_size(1536)`` is ``"1.5 KiB"``."""
+    return convert_bytes(num_bytes).replace("B", "iB")
 
 
 def _bytes_of(candidate: Candidate) -> list[int]:

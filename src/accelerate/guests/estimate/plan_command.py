@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
 from ...errors import PreparationError
+from ...launch.arguments import flags_of
 from ...settings import file
 from ...settings.option import Source
 from ...settings.run import collect
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from .plan import Candidate
     from .trace import OptimizerFactory, Traceable
 
-_DESCRIPTION = "Propose how to spread a training run over GPUs, and write the configuration."
+_DESCRIPTION = "Propose how to spread a training run over GPUs, and how to launch it."
+#: Options of the launch that a plan can't know.
+_OF_EACH_MACHINE = "--machine_rank, --main_process_ip and --main_process_port"
 
 
 def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -51,18 +55,14 @@ def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         *spellings("--trust_remote_code"), action="store_true", help="Run the code that the model brings with it."
     )
     parser.add_argument("--json", action="store_true", help="Print one object for programs.")
-    parser.add_argument(
-        *spellings("--config_file"),
-        default="accelerate_config.yaml",
-        help="The configuration to write; '' writes none.",
-    )
+    parser.add_argument(*spellings("--config_file"), help="Write the configuration of the chosen layout to this file.")
     parser.epilog = "What follows -- are the script's own arguments."
     parser.set_defaults(func=plan_command, script_args=[])
     return parser
 
 
 def plan_command(args: argparse.Namespace) -> None:
-    """Print the plan and write its configuration.
+    """Print the plan and the command that launches it; write its configuration if a file is named.
 
     Raises:
         AccelerateError: the model is unknown or can't be traced, or a number is invalid.
@@ -105,18 +105,19 @@ def plan_command(args: argparse.Namespace) -> None:
     if untraced:
         plan = replace(plan, untraced=untraced[0])
     print(json.dumps(plan.as_json(), indent=2) if args.json else as_text(plan))
-    if plan.chosen is None or not args.config_file:
+    if plan.chosen is None or (args.json and not args.config_file):
         return
     blocks = sorted({type(block).__name__ for block in repeated_blocks(subject.build())})
     settings = settings_of(plan.chosen, args.gpus, args.gpus_per_host, args.mixed_precision, blocks)
-    file.save(settings, Path(args.config_file).expanduser())
+    flags = flags_of(settings)
+    if args.config_file:
+        file.save(settings, Path(args.config_file).expanduser())
+        flags = ["--config_file", args.config_file]
     if not args.json:
-        print(f"\nThe configuration is in {args.config_file}:")
-        print(f"  accelerate launch --config_file {args.config_file} {_program(args.subject)}")
-
-
-def _program(subject: str) -> str:
-    return subject if subject.endswith(".py") else "train.py"
+        program = [args.subject, *args.script_args] if args.subject.endswith(".py") else ["SCRIPT.py"]
+        hosts = settings.launch.num_machines
+        where = f" on each of {hosts} machines, with {_OF_EACH_MACHINE}" if hosts > 1 else ""
+        print(f"\nLaunch it{where}:\n  {shlex.join(['accelerate', 'launch', *flags, *program])}")
 
 
 def _subject(args: argparse.Namespace) -> tuple[Traceable, str | OptimizerFactory, int]:

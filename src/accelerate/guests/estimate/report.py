@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ...big_models.sizes import calculate_maximum_sizes, dtype_byte_size
-from ...devices.memory import convert_bytes
 from ...errors import PreparationError
 from ...optional import require
 from ...settings.labels import CustomDtype
-from .plan import PARTS, Footprint, Layout, aligned, footprint
+from .plan import PARTS, Footprint, Layout, aligned, binary_size, footprint
 from .trace import Traceable, TrainingTrace, trace_training
 
 #: The documented names of precisions.
@@ -118,11 +117,11 @@ def as_text(found: Estimate) -> str:
     """Format the estimate as tables."""
     stored = [("dtype", "largest layer", "total", "training")]
     for size in found.stored:
-        training = "-" if size.training is None else convert_bytes(size.training)
-        stored.append((size.dtype, convert_bytes(size.largest_layer), convert_bytes(size.total), training))
+        training = "-" if size.training is None else binary_size(size.training)
+        stored.append((size.dtype, binary_size(size.largest_layer), binary_size(size.total), training))
     rows: list[tuple[str, ...]] = [("layout", "ranks", *PARTS, "host", "peak")]
     for each in found.footprints:
-        parts = [convert_bytes(getattr(each, part)) for part in (*PARTS, "host", "peak")]
+        parts = [binary_size(getattr(each, part)) for part in (*PARTS, "host", "peak")]
         rows.append((each.layout.name, str(each.layout.ranks), *parts))
     lines = [f"{found.model}: {found.num_parameters:,} parameters", "", "Stored, and in training with Adam:", ""]
     lines += aligned(stored)
@@ -160,7 +159,7 @@ def draw(found: Estimate, path: str | PathLike[str]) -> None:
             axes.barh(names, widths, left=left, color=color, label=part, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, each in enumerate(found.footprints):
-        axes.text(left[row], row, f" {convert_bytes(each.peak)}", va="center")
+        axes.text(left[row], row, f" {binary_size(each.peak)}", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(f"{unit} on each rank")
@@ -178,7 +177,7 @@ def _unit(largest: float) -> tuple[int, str]:
     power = 0
     while largest >= 1024 and power < 4:
         largest, power = largest / 1024, power + 1
-    return 1024**power, ("bytes", "KB", "MB", "GB", "TB")[power]
+    return 1024**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def documented_rows(stored: Sequence[StoredSize]) -> list[list[str | int | None]]:

@@ -11,8 +11,8 @@ import torch
 
 from ...errors import MissingDependency, SettingError
 from ...optional import MEGATRON_REMEDY
+from ...plugins import Placeholder
 from ...plugins.handlers import LaunchedOptions
-from ...plugins.placeholder import Placeholder
 from .options import MegatronOptions, option_names
 
 if TYPE_CHECKING:

@@ -72,7 +72,14 @@ GUEST: Final = Guest(
             "Say where the hours of a run went, over all its restarts.",
         ),
     ),
-    launch_flags=(LaunchFlag("--monitor", "Show the run on a page; kept in runs/.", f"{__name__}.launch_page:begin"),),
+    launch_flags=(
+        LaunchFlag(
+            "--monitor",
+            "Show the run on a page. [runs/NAME_TIME]",
+            f"{__name__}.launch_page:begin",
+            "[=FOLDER]",
+        ),
+    ),
     runs=(f"{__name__}:LastLoad", f"{__name__}:attach_to_loop"),
     functions={"watch_run": f"{__name__}:watch_run"},
 )

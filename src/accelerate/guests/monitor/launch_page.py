@@ -36,11 +36,14 @@ def begin(args: argparse.Namespace) -> Callable[[LaunchPlan], AbstractContextMan
 
 
 def folder_of_launch(args: argparse.Namespace) -> Path:
-    """Return the new run's folder, from the environment or ``runs/<script>_<time>``; its outputs go there too."""
+    """Return the run's folder: the flag's, the environment's, or ``runs/<script>_<time>``; its outputs go there too."""
     from .records import FOLDER_VARIABLE
 
-    name = Path(str(args.training_script)).stem or "run"
-    folder = Path(env.read(FOLDER_VARIABLE) or f"{_FOLDERS}/{name}_{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    given = getattr(args, "monitor", True)
+    named = given if isinstance(given, str) else env.read(FOLDER_VARIABLE)
+    if not named:
+        named = f"{_FOLDERS}/{Path(str(args.training_script)).stem or 'run'}_{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(named).expanduser().absolute()
     if getattr(args, "log_dir", None) is None:
         args.log_dir = str(folder / "logs")
     return folder

@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...errors import SettingError
 from ...seams import LoopHook
 from .run_monitor import Loaded, RunMonitor, saved_watch, watch, watch_and_check
 
@@ -145,7 +146,13 @@ class LoopWatch(LoopHook):
 
 
 def watch_script(run: Accelerator, loaded: Loaded | None, **options: Any) -> RunWatch:
-    """Return the watch that a script creates, instead of the previous one; it continues from ``loaded``."""
+    """Return the watch that a script creates, instead of the previous one; it continues from ``loaded``.
+
+    Raises:
+        SettingError: any rank may be lost, so no rank can share its losses with the others.
+    """
+    if run.world.members is not None:
+        raise SettingError(run.world.members.why_not("watch_run()"))
     hooks = run.gradient_state.hooks
     for before in (*hooks.of(LoopWatch), *hooks.of(ToldWatch)):
         hooks.remove(before)
