@@ -37,7 +37,7 @@ ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging
 	micro_batches one_rank_reads open_window progress reduction_order shard_saves))
 
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_recompute.py \
+	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_wrapped_before_prepare.py tests/multi/test_recompute.py \
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
 		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
 		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py \
@@ -46,7 +46,7 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 		tests/unit/commands/test_monitor_of_many_ranks.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
-	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle tests/batch_parts
 
 engines: setup   ## install mpirun, Slurm, Ray, ... and run the tests that start them (minutes)
 	tests/engines/setup.sh

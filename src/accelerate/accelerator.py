@@ -207,7 +207,7 @@ class Accelerator(ReplaceableSteps):
         self.project_configuration = construction.project_configuration(project_config, project_dir, project)
         self._handlers = construction.sort_handlers(kwargs_handlers, function_in_use)
         known = AcceleratorState._shared_state
-        arguments = {
+        arguments = old | {
             "mixed_precision": known.get("_mixed_precision") if asked is None else asked,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "gradient_accumulation_plugin": gradient_accumulation_plugin,
@@ -1149,7 +1149,7 @@ class Accelerator(ReplaceableSteps):
         elif weight is not None:
             run = partial(self.strategy.backward, scaler=self.precision.scaler, **kwargs)
             self._weights.backward(
-                loss, weight, models=lambda: self._wrapped_models, backward=run, one_backward=self.strategy.one_backward
+                loss, weight, models=lambda: self._wrapped_models, backward=run, reduction=self.strategy
             )
         else:
             if self._weights.pending:
@@ -1736,6 +1736,18 @@ class Accelerator(ReplaceableSteps):
             ```
         """
         seams.function_of("checks", "compare", asked="compare_replicas()")(self, action)
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of weights, optimizer states, random streams and positions of data; a collective.
+
+        Two runs with equal fingerprints go on equally. With ``batch_parts`` it is the same on any number of ranks.
+
+        Example:
+            ```python
+            accelerator.print(accelerator.fingerprint())
+            ```
+        """
+        return seams.function_of("batch_parts", "fingerprint", asked="fingerprint()")(self)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint saved in the background, if there is one, is committed.

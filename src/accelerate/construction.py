@@ -157,6 +157,7 @@ def deprecated_arguments(
 
     Args:
         create: the constructor, for the names of its arguments.
+        given: the other arguments; it keeps those of guests.
 
     Raises:
         ArgumentError: an argument is unknown in all versions.
@@ -171,9 +172,11 @@ def deprecated_arguments(
             if mixed_precision not in (None, "fp16"):
                 raise SettingError(f"fp16=True and mixed_precision={mixed_precision!r} contradict. Drop fp16.")
             mixed_precision = "fp16"
-    if given:
-        name = next(iter(given))
-        near = nearest(name, [*signature(create).parameters, *_NEW_SPELLINGS])
+    of_guests = {row.keyword for row in ROWS}
+    unknown = [name for name in given if name not in of_guests]
+    if unknown:
+        name = unknown[0]
+        near = nearest(name, [*signature(create).parameters, *_NEW_SPELLINGS, *of_guests])
         hint = f"Did you mean {near!r}?" if near else "The reference page of Accelerator explains all that it has."
         raise ArgumentError(f"Accelerator() got an unexpected keyword argument {name!r}. {hint}")
     if used:

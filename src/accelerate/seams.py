@@ -72,6 +72,12 @@ class LoopHook:
     def begin_pass(self, loader: object) -> None:
         """Run before the first batch of a pass over a prepared ``loader`` is read."""
 
+    def begin_batch(self, loader: object) -> None:
+        """Run when a batch of a prepared ``loader`` was read, and before the loop gets it."""
+
+    def end_pass(self, loader: object) -> None:
+        """Run when the loop over a prepared ``loader`` has ended, also by ``break`` or an exception."""
+
     def between_batches(self, loader: object) -> None:
         """Run after a batch of ``loader`` was used and before the next one is read.
 
@@ -137,6 +143,8 @@ class LoopHooks:
     """
 
     begin_pass: tuple[Callable[[object], None], ...]
+    begin_batch: tuple[Callable[[object], None], ...]
+    end_pass: tuple[Callable[[object], None], ...]
     between_batches: tuple[Callable[[object], None], ...]
     before_backward: tuple[Callable[[object, object], None], ...]
     after_backward: tuple[Callable[[object, object], None], ...]

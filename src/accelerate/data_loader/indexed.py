@@ -169,12 +169,11 @@ class IndexReader:
         loader = self.loader
         if loader.sample_seed is None:
             return None
-        is_sharded_here = isinstance(self.root, BatchSamplerShard)
         return SampleKeys(
             loader.sample_seed,
             loader.progress,
             *self._dp_rank_and_size(),
-            is_sharded_here=is_sharded_here,
+            first_sample=self.root.first_sample if isinstance(self.root, BatchSamplerShard) else None,
             is_batched=loader.batch_sampler is not None,
             in_process=loader.num_workers == 0,
         )
@@ -210,7 +209,7 @@ class IndexReader:
         loader, root = self.loader, self.root
         saved = None if self.plan.num_skipped else self.plan.saved
         if isinstance(root, BatchSamplerShard):
-            remaining = batches_from(root.batch_sampler, position, root.batches_per_step)
+            remaining = batches_from(root.batch_sampler, position, root.num_first_batches)
             loader.progress.position = remaining.position
             draws = root.assign(remaining)
         else:

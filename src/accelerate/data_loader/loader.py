@@ -160,6 +160,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 progress.batch_info = batch_info
                 if running.active is not self:  # another loop has run in between
                     running.add(self, is_interleaved=True)
+                for hook in hooks.begin_batch:
+                    hook(self)
                 yield batch
                 if hooks.between_batches and not batch_info.is_last:
                     for hook in hooks.between_batches:
@@ -171,6 +173,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             if self._newest_pass is this_pass:  # else another pass over this loader is running
                 note_epochs(self._epoch_listeners())  # a sampler may count epochs itself
                 self.end()
+                for hook in hooks.end_pass:
+                    hook(self)
                 if running.active is not None and not self.is_interleaved:
                     running.nested_seconds += perf_counter() - pass_began
 

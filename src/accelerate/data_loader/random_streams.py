@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
@@ -92,9 +92,9 @@ class SampleKeys:
     """A function object that returns a batch's indices with the seeds of the samples; call it in order.
 
     Args:
-        index, count: this rank's shard: one of ``count`` consecutive batches; with ``is_sharded_here=False`` (a sampler
-        that shards itself), every ``count``-th sample. in_process: this process reads the samples, and saves and
-        restores its own streams around that.
+        index, count: this rank's shard of a sampler that shards itself: every ``count``-th sample.
+        first_sample: returns the number in the epoch of a batch's first sample; None if the sampler shards itself.
+        in_process: this process reads the samples, and saves and restores its own streams around that.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class SampleKeys:
         index: int,
         count: int,
         *,
-        is_sharded_here: bool,
+        first_sample: Callable[[int, BatchInfo], int] | None,
         is_batched: bool,
         in_process: bool,
     ) -> None:
         self._seed, self._progress, self._epoch = seed, progress, progress.epoch
         self._index, self._count = index, count
-        self._is_sharded_here, self._is_batched, self._in_process = is_sharded_here, is_batched, in_process
+        self._first_sample, self._is_batched, self._in_process = first_sample, is_batched, in_process
         self._samples = -1  # drawn by all ranks so far
         self._saved_streams: dict[str, Any] = {}
 
@@ -118,9 +118,8 @@ class SampleKeys:
         samples = self._progress.position.samples if self._samples < 0 else self._samples
         self._samples = batch_info.samples
         first, stride = samples + self._index, self._count
-        if self._is_sharded_here:
-            size = batch_info.coverage.size[: self._index] if batch_info.coverage is not None else ()
-            first, stride = samples + sum(size), 1
+        if self._first_sample is not None:
+            first, stride = self._first_sample(samples, batch_info), 1
         if self._in_process:  # after the sampler's draws, before the dataset's
             self._saved_streams = capture_host_streams()
         if self._is_batched:

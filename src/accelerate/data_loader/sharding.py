@@ -115,6 +115,15 @@ class BatchSamplerShard(OverBatchSampler):
         """The number of the batch sampler's batches that all processes use in one step."""
         return 1 if self.split_batches else self.num_processes
 
+    @property
+    def num_first_batches(self) -> int:
+        """The number of the epoch's first batches that may pad the last global batch."""
+        return self.batches_per_step
+
+    def first_sample(self, samples: int, batch_info: BatchInfo) -> int:
+        """Return the number in the epoch of the first sample of this process's batch, ``samples`` before its step."""
+        return samples + sum(batch_info.coverage.size[: self.process_index] if batch_info.coverage is not None else ())
+
     def __len__(self) -> int:
         length = len(self.batch_sampler)
         if self.split_batches:
@@ -235,7 +244,7 @@ class BatchSamplerShard(OverBatchSampler):
             absent = count - len(step_batches)
             valid = tuple(sizes + [0] * absent)
             return step_batches[index], BatchCoverage(valid, valid, absent) if absent else _full_step_coverage(sizes)
-        padded = _padded(step_batches, first_batches, count, size)
+        padded = padded_step(step_batches, first_batches, count, size)
         valid = tuple(sizes + [0] * (count - len(sizes)))
         return padded[index], BatchCoverage(valid, tuple(num_samples_of(batch) for batch in padded))
 
@@ -251,7 +260,7 @@ class BatchSamplerShard(OverBatchSampler):
             return None
         valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(count))
         if self.even_batches:
-            batch = _padded([batch], first_batches[:1], 1, self.batch_size)[0]
+            batch = padded_step([batch], first_batches[:1], 1, self.batch_size)[0]
             return batch[index * size : (index + 1) * size], BatchCoverage(valid, (size,) * count)
         part = batch[index * size : (index + 1) * size]
         return (part, BatchCoverage(valid, valid, valid.count(0))) if num_samples_of(part) else None
@@ -263,7 +272,7 @@ def _full_step_coverage(sizes: list[int]) -> BatchCoverage:
     return BatchCoverage(tuple(sizes), tuple(sizes))
 
 
-def _padded(
+def padded_step(
     step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], count: int, size: int | None
 ) -> list[Sequence[object]]:
     """Pad the given batches to ``count`` batches of ``size`` samples, with samples from the epoch's beginning.

@@ -82,6 +82,8 @@ class Strategy(ABC):
     shards_attention: bool = True
     #: Why an update can't consist of several backward passes; empty if it can.
     one_backward: ClassVar[str] = ""
+    #: Whether `backward` without ``num_steps`` sums the gradients of all ranks, instead of averaging them.
+    sums_gradients: ClassVar[bool] = False
     #: Whether a pass through a model can be recomputed by the model alone.
     can_repeat_passes: ClassVar[bool] = False
 

@@ -50,7 +50,7 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # otherwise it has unsharded parameters after a forward
-    _make_replicas_equal(model, mesh)
+    make_replicas_equal(model, mesh)
     reduced = sharded_parameters(model)
     managed, own = set(map(id, reduced)), set(mesh.ranks(*TOKEN_AXES))
     named = {
@@ -168,7 +168,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
+def make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
     """Broadcast replicated tensors and shards, and give ranks that share samples the same random state.
 
     A collective.

@@ -19,6 +19,7 @@ class Group:
         options: the class that declares the options.
         condition: the option that turns the group on; empty if the group is always there.
         arguments: the Accelerator's arguments that are the whole group.
+        keyword: the option of a guest that is a keyword argument of the Accelerator; empty if none is.
         plugin: the class that users construct for them.
         paradigm: the distributed type that the group stands for.
         exported: whether the ranks get its variables; only the launcher needs the others.
@@ -49,3 +50,4 @@ class Group:
     missing: Callable[[], str] | None = None
     engine: str = ""
     questions: str = ""
+    keyword: str = ""

@@ -41,6 +41,7 @@ ARGUMENTS: Final = {
     "dispatch_batches": "data.dispatch_batches",
     "even_batches": "data.even_batches",
     "use_seedable_sampler": "data.use_seedable_sampler",
+    **{row.keyword: f"{row.name}.{row.keyword}" for row in ROWS if row.keyword},
 }
 #: An argument that has its constructor default counts as not given (None always does).
 CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "use_cpu": False, "gradient_accumulation_steps": 1}

@@ -7,7 +7,7 @@ whole window is divided once, by its total weight over all data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 
@@ -23,6 +23,13 @@ from .named_models import NamedWindows, WindowKey, overlap
 logger: MultiProcessAdapter = get_logger(__name__)
 
 Backward = Callable[[torch.Tensor], None]
+
+
+class Reduction(Protocol):
+    """The reduction of a strategy's gradients; see its attributes of these names."""
+
+    one_backward: ClassVar[str]
+    sums_gradients: ClassVar[bool]
 
 
 @final
@@ -67,20 +74,21 @@ class WindowWeights:
         *,
         models: Callable[[], Sequence[torch.nn.Module]],
         backward: Backward,
-        one_backward: str,
+        reduction: Reduction,
     ) -> None:
         """Run ``backward(loss)``; if it completes the window, scale the gradients to those of the weighted mean.
 
         Args:
             models: returns the prepared models.
-            one_backward: why a window can't have several micro-batches; "" if it can.
+            reduction: how ``backward`` reduces gradients.
         """
+        one_backward, sums = reduction.one_backward, reduction.sums_gradients
         completes_window = self._gradient_state.sync_gradients
         if one_backward:
             self._refuse_open_window(one_backward, completes_window=completes_window)
         # Whether windows have several micro-batches on some rank; at the end of unequal data, this rank's window may
         # have one. All ranks have to scale at the same point: either the loss or the reduced gradients.
-        accumulates = not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows)
+        accumulates = sums or (not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows))
         window = self._windows.current
         key = window.key
         if window.models is None and (accumulates or not completes_window):
@@ -97,7 +105,7 @@ class WindowWeights:
             self._has_windows = True
             backward(loss)
             return
-        factor = self._factor(total, loss)
+        factor = self._factor(total, loss, 1 if sums else self._mesh.size(*TOKEN_AXES))
         if not accumulates:  # windows of one: scale the loss instead of the gradients
             backward(loss * factor)
             return
@@ -107,8 +115,8 @@ class WindowWeights:
         if gradients:
             scale_each(gradients, factor)
 
-    def _factor(self, total: object, loss: torch.Tensor) -> torch.Tensor:
-        """Return the number of ranks divided by the total weight, to the precision of ``loss``.
+    def _factor(self, total: object, loss: torch.Tensor, divided_by: int) -> torch.Tensor:
+        """Return ``divided_by`` divided by the total weight, to the precision of ``loss``.
 
         The strategy divides by the number of ranks (along TOKEN_AXES), but the mean has to divide by the weight.
         Weights are summed in float64, because float32 can't count more than 2^24 tokens.
@@ -123,7 +131,7 @@ class WindowWeights:
             )
         weight = torch.as_tensor(total, dtype=dtype, device=loss.device).detach()
         weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES), same_shapes=True)
-        factor = torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
+        factor = torch.where(weight > 0, divided_by / weight, torch.zeros_like(weight))
         # A factor in a wider dtype than the loss would widen the loss, and all that is computed from it.
         return factor.to(torch.promote_types(loss.dtype, torch.float32))
 

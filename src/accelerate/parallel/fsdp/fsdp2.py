@@ -5,6 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -52,8 +53,7 @@ from .wrapping import find_ignored, find_wrap_units
 _own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 
 
-@final
-class FullyShard(FSDPStrategy, ShardedStrategy):
+class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
     """Parameters sharded over the ranks; each wrap unit is gathered while it computes."""
 
     can_repeat_passes = True
@@ -241,13 +241,18 @@ class FullyShard(FSDPStrategy, ShardedStrategy):
     # -- state ---------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> ModelState[FullyShard]:
+    def state(self) -> ModelState[FullyShardStrategy]:
         """The state of models under ``fully_shard``."""
         return _FullyShardedState(self)
 
 
 @final
-class _FullyShardedState(ShardedState[FullyShard]):
+class FullyShard(FullyShardStrategy):
+    """Gradients are averaged by torch's reduce-scatter."""
+
+
+@final
+class _FullyShardedState(ShardedState[FullyShardStrategy]):
     """The state of models under ``fully_shard``, whose gradients may be unsharded during accumulation."""
 
     def checkpoint_state(

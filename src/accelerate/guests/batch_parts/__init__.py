@@ -1,0 +1,72 @@
+"""The same bits on any number of ranks: an update's global batch is computed in parts of one shape. Internal.
+
+- `options`: the option, its flag and variable.
+- `tree`, `exchange`: gradients are summed in one binary tree over the parts, inside a rank and between ranks.
+- `loaders`: which batches are which parts.
+- `streams`: the random streams of a part.
+- `statistics`: running statistics of BatchNorm, in the order of the parts.
+- `fixed_order`: norms in an order that doesn't depend on sharding.
+- `hashes`: one hash of all that training has changed.
+- `parts`: what begins and ends with a part or an update.
+- `replicas`, `shards`: the strategies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ...seams import Candidate, Guest, LoopHook
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+    from ...distributed.world import World
+    from ...settings.run import Settings
+
+
+def _has_parts(settings: Settings) -> bool:
+    from .options import BatchPartsOptions
+
+    asked = settings.find(BatchPartsOptions)
+    return asked is not None and asked.batch_parts is not None
+
+
+def _shards(settings: Settings, world: World) -> bool:
+    is_version_2 = settings.fsdp is not None and settings.fsdp.fsdp_version == 2
+    return _has_parts(settings) and world.backend is not None and is_version_2
+
+
+GUEST: Final = Guest(
+    strategies=(
+        Candidate(f"{__name__}.shards", "PartShards", _shards, is_instead_of_others=True),
+        Candidate(
+            f"{__name__}.replicas",
+            "PartReplicas",
+            lambda settings, world: _has_parts(settings),
+            is_instead_of_others=True,
+        ),
+    ),
+    runs=(f"{__name__}:attach",),
+    functions={"fingerprint": f"{__name__}:fingerprint"},
+    settings=f"{__name__}.options:GROUPS",
+)
+
+
+def fingerprint(run: Accelerator) -> str:
+    """Return the fingerprint of ``run``; see :mod:`.hashes`."""
+    from .hashes import fingerprint
+
+    parts = getattr(run.strategy, "parts", None)
+    return fingerprint(run, None if parts is None else parts.shared_streams)
+
+
+def attach(run: Accelerator, asked: object) -> LoopHook | None:
+    """Return the hook at which parts begin and end; None if ``run`` has no parts."""
+    if not _has_parts(run.settings):
+        return None
+    from .replicas import PartReplicas
+    from .shards import PartShards
+
+    strategy = run.strategy
+    assert isinstance(strategy, (PartReplicas, PartShards)), "chosen for such settings"
+    strategy.parts.attach(run)
+    return strategy.parts

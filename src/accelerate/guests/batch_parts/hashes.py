@@ -1,0 +1,121 @@
+"""The fingerprint of a run: one SHA-256 of all that training has changed, whatever ranks hold it.
+
+Every tensor is hashed row by row, and the hashes of its rows together, so that a shard is hashed where it is and only
+32 bytes of each row are sent. (Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from ...distributed.random import capture_host_streams
+from ...errors import PreparationError
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+
+_BYTES = 32
+
+
+def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -> str:
+    """Return the SHA-256, in hexadecimal, of what training has changed; a collective if parameters are sharded.
+
+    It covers parameters, buffers, optimizers, schedulers, the gradient scaler, the random streams and the positions of
+    loaders.
+
+    Args:
+        streams: the states of the host's random streams; by default the current ones.
+
+    Raises:
+        PreparationError: a tensor is laid out in a way that has no whole rows.
+    """
+    whole = hashlib.sha256()
+    for name, value in _values(run):
+        whole.update(f"{name} ".encode() + (_hash(name, value) if isinstance(value, torch.Tensor) else _plain(value)))
+    for name, state in sorted((streams or capture_host_streams()).items()):
+        whole.update(f"stream {name} ".encode() + _plain(state))
+    return whole.hexdigest()
+
+
+def _values(run: Accelerator) -> Iterator[tuple[str, object]]:
+    """Iterate over all tensors and other values, by names that don't depend on the ranks."""
+    from ...parallel.rebind import inner_optimizer
+
+    optimizers = list(map(inner_optimizer, run._optimizers))
+    for number, model in enumerate(run._wrapped_models):
+        names = {id(p): name for name, p in run.strategy.state.named_parameters(model)}
+        for name, parameter in run.strategy.state.named_parameters(model):
+            yield f"model {number} {name}", parameter
+        for name, buffer in run.strategy.unwrap(model, keep_torch_compile=False).named_buffers():
+            yield f"model {number} {name}", buffer
+        for place, optimizer in enumerate(optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                        if id(parameter) in names:
+                            yield f"optimizer {place} {names[id(parameter)]} {key}", value
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            yield f"optimizer {place} {number}", {key: value for key, value in group.items() if key != "params"}
+    for place, scheduler in enumerate(run._schedulers):
+        yield f"scheduler {place}", scheduler.state_dict()
+    if run.scaler is not None:
+        yield "scaler", run.scaler.state_dict()
+    for place, loader in enumerate(run._dataloaders):
+        progress = getattr(loader, "progress", None)
+        if progress is not None:
+            info = progress.batch_info
+            yield f"loader {place}", [progress.epoch, 0 if info is None else info.batches]
+
+
+def _plain(value: object) -> bytes:
+    """Return the bytes of a value of numbers, texts, containers and tensors."""
+
+    def told(one: object) -> object:
+        if isinstance(one, torch.Tensor):
+            return _rows_hash(one).hex()
+        return getattr(one, "__dict__", None) or repr(one)
+
+    return json.dumps(value, sort_keys=True, default=told).encode()
+
+
+def _hash(name: str, tensor: torch.Tensor) -> bytes:
+    """Return the hash of ``tensor`` with its dtype and shape; a collective if it is sharded."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    if not isinstance(tensor, DTensor):
+        return hashlib.sha256(head + _rows_hash(tensor)).digest()
+    mesh = tensor.device_mesh
+    sharded = [(axis, one) for axis, one in enumerate(tensor.placements) if not one.is_replicate()]
+    if not sharded:
+        return hashlib.sha256(head + _rows_hash(tensor.to_local())).digest()
+    if len(sharded) > 1 or sharded[0][1] != Shard(0):
+        raise PreparationError(f"{name} has no whole rows on a rank ({tensor.placements}), so it has no fingerprint.")
+    axis = sharded[0][0]
+    own, num_rows = tensor.to_local(), tensor.shape[0]
+    first = min(mesh.get_local_rank(axis) * -(-num_rows // mesh.size(axis)), num_rows)
+    hashes = torch.zeros(num_rows * _BYTES, dtype=torch.uint8)
+    if own.numel():
+        mine = torch.frombuffer(bytearray(_row_hashes(own)), dtype=torch.uint8)
+        hashes[first * _BYTES : first * _BYTES + len(mine)] = mine
+    hashes = hashes.to(own.device)
+    dist.all_reduce(hashes, group=mesh.get_group(axis))  # each row is zero on all ranks but one
+    return hashlib.sha256(head + hashlib.sha256(hashes.cpu().numpy().tobytes()).digest()).digest()
+
+
+def _rows_hash(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(_row_hashes(tensor)).digest()
+
+
+def _row_hashes(tensor: torch.Tensor) -> bytes:
+    """Return the hashes of the rows of dimension 0, one after the other."""
+    rows = tensor.detach().cpu().contiguous()
+    rows = rows.reshape(rows.shape[0] if rows.ndim else 1, -1).view(torch.uint8)
+    return b"".join(hashlib.sha256(memoryview(row)).digest() for row in rows.numpy())

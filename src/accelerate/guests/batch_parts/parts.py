@@ -1,0 +1,251 @@
+"""The parts of a run: their division among its ranks, and what begins and ends with a part or an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+from weakref import ref
+
+import torch
+
+from ...data_loader.loader import PreparedLoader
+from ...data_loader.random_streams import SampleSeed
+from ...distributed.random import HOST_STREAMS, synchronize_rng_states
+from ...distributed.world import World
+from ...errors import PreparationError, SettingError
+from ...seams import LoopHook
+from .exchange import Division
+from .hashes import fingerprint
+from .loaders import divide, parts_of
+from .options import BatchPartsOptions
+from .statistics import RunningStatistics
+from .streams import PartStreams
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+
+
+@final
+class Parts(LoopHook):
+    """The parts that this rank computes; the strategy of the run holds it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.division: Division = Division(1, world.size, world.rank)
+        #: Returns whether gradients of an update that isn't complete are held; set by the strategy.
+        self.is_open: Callable[[], bool] = lambda: False
+        #: Drops what the strategy holds of a complete update; set by it.
+        self.drop: Callable[[], None] = lambda: None
+        self._run: Any = lambda: None
+        self._streams = PartStreams(world.kind)
+        self._statistics: list[RunningStatistics] = []
+        self._other_buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._step_calls = 0  # of optimizers when the part began
+        self._is_due = False  # statistics of a complete update have not been applied
+
+    def attach(self, run: Accelerator) -> None:
+        """Compute the parts of the updates of ``run``.
+
+        Raises:
+            SettingError: the number of parts isn't a multiple of the number of processes, or an option changes what a
+                part is.
+        """
+        options = run.settings.find(BatchPartsOptions)
+        assert options is not None and options.batch_parts is not None, "attached only then"
+        count = options.batch_parts
+        if count % self.world.size:
+            raise SettingError(
+                f"{run.settings.quote('batch_parts.batch_parts')}: {self.world.size} processes can't share {count} "
+                f"parts equally. Start a number of processes that divides {count}, or choose a multiple of "
+                f"{self.world.size}."
+            )
+        reasons = {
+            "split_batches=True": run.split_batches and "a loader's batch is one part already",
+            "dispatch_batches=True": run.dispatch_batches and "each process reads its own parts",
+            "even_batches=False": not run.even_batches
+            and "the last update of an epoch is padded to parts of one shape",
+        }
+        for asked, reason in reasons.items():
+            if reason:
+                raise SettingError(f"{asked} with batch_parts={count}: {reason}. Leave {asked.partition('=')[0]} out.")
+        self._run = ref(run)
+        self.division = Division(count, self.world.size, self.world.rank)
+        run.gradient_state.num_steps *= self.division.per_rank
+
+    @property
+    def run(self) -> Accelerator:
+        """The run."""
+        run = self._run()
+        assert run is not None, "it calls this"
+        return run
+
+    @property
+    def is_update_complete(self) -> bool:
+        """Whether the gradients are those of a whole update."""
+        return self.run.gradient_state.sync_gradients
+
+    def take_model(self, model: torch.nn.Module) -> None:
+        """Follow the running statistics of ``model``, and look at its other buffers.
+
+        Raises:
+            PreparationError: the model normalises over ranks.
+        """
+        statistics = RunningStatistics(model, self.division, self.world.group)
+        updated = set(map(id, statistics.buffers()))
+        others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in updated}
+        self._other_buffers.update({name: (buffer, buffer.detach().clone()) for name, buffer in others.items()})
+        if statistics:
+            self._statistics.append(statistics)
+
+    def divide_loader(self, loader: PreparedLoader) -> None:
+        """Let ``loader`` read this rank's parts, and each sample with random streams of its own."""
+        divide(loader, self.division, self._is_training)
+        if loader.sample_seed is None:
+            loader.sample_seed = SampleSeed(torch.initial_seed())
+
+    def _is_training(self) -> bool:
+        run = self._run()
+        return run is not None and any(
+            model.training and any(parameter.requires_grad for parameter in model.parameters())
+            for model in run._wrapped_models
+        )
+
+    def release(self) -> None:
+        """Drop all references to prepared models."""
+        self._statistics.clear()
+        self._other_buffers.clear()
+
+    # -- what is refused -----------------------------------------------------------------------------------
+
+    def check_backward(self) -> None:
+        """Raise if a backward pass now can't be that of a part.
+
+        Raises:
+            PreparationError: it is outside of ``accumulate``, or after a step of the same update.
+        """
+        state, named, count = self.run.gradient_state, self.run._windows, self.division.count
+        if not named.depth or named.current.models is None:
+            raise PreparationError(
+                f"backward() outside of accumulate(), with batch_parts={count}: an update consists of {count} parts, "
+                "so put each batch's forward, backward and step under `with accelerator.accumulate(model):`, with "
+                "prepared models."
+            )
+        if state.loaders.active is None:
+            raise PreparationError(
+                f"backward() outside of a loop over a prepared loader, with batch_parts={count}: the loader divides "
+                "the samples into parts. Iterate over a loader that prepare() returned."
+            )
+        if state.num_step_calls != self._step_calls:
+            raise PreparationError(
+                f"backward() after an optimizer has stepped in the same micro-batch, with batch_parts={count}: this "
+                "part would be computed with other weights than the parts before, and how many those are depends on "
+                "the number of ranks. Compute all losses first, then step all optimizers."
+            )
+
+    def num_rounds(self, num_parts: int) -> int:
+        """Return how many times ``division.count`` parts an update with ``num_parts`` of this rank has.
+
+        Raises:
+            PreparationError: the update would have different numbers of parts on different numbers of ranks.
+        """
+        rounds, rest = divmod(num_parts, self.division.per_rank)
+        if rest:
+            raise PreparationError(
+                f"An update ends after {num_parts} micro-batches, but with batch_parts={self.division.count} on "
+                f"{self.division.num_ranks} processes it has a multiple of {self.division.per_rank}. Let accumulate() "
+                "count the micro-batches of a prepared loader."
+            )
+        return rounds
+
+    def complete_update(self) -> None:
+        """Note that the gradients of an update are complete.
+
+        Raises:
+            PreparationError: a forward pass has changed a buffer whose values would depend on the number of ranks.
+        """
+        self._is_due = bool(self._statistics)
+        if not self._other_buffers:
+            return
+        changed = [name for name, (buffer, before) in self._other_buffers.items() if not torch.equal(buffer, before)]
+        self._other_buffers.clear()  # once: a model that changes buffers does it in its first update
+        if changed:
+            raise PreparationError(
+                f"The model changes buffers while it trains: {', '.join(changed[:5])}. Each rank would change its own, "
+                "so they would depend on the number of ranks. Only the running statistics of normalisation layers "
+                "follow the parts in their order. Leave batch_parts out, or compute these values outside of forward()."
+            )
+
+    # -- the points of a loop ------------------------------------------------------------------------------
+
+    def begin_pass(self, loader: object) -> None:
+        """Apply statistics that wait, before another loop uses the model."""
+        self._apply_statistics()
+
+    def begin_batch(self, loader: object) -> None:
+        """Set the random streams and the number of the part that ``loader`` gives to the loop."""
+        if not isinstance(loader, PreparedLoader):
+            return
+        root, batch_info = parts_of(loader), loader.progress.batch_info
+        if root is None or batch_info is None:
+            return
+        step = batch_info.steps - 1
+        if step % self.division.per_rank == 0:
+            self._apply_statistics()
+        self._streams.begin_part(loader)
+        self._step_calls = self.run.gradient_state.num_step_calls
+        for statistics in self._statistics:
+            statistics.part = root.part_of(step)
+
+    def end_pass(self, loader: object) -> None:
+        """Let the random streams continue where they were before the loop."""
+        if not isinstance(loader, PreparedLoader):
+            return
+        if loader.end_of_dataloader:  # all ranks come here; an exception or `break` may be one rank's
+            self._apply_statistics()
+        self._streams.end_pass(loader)
+
+    def after_step(self, optimizer: object) -> None:
+        """Drop what the update has used, and apply its statistics."""
+        self.drop()
+        if len(self.run._optimizers) <= 1:  # else another loss may still use the same layers
+            self._apply_statistics()
+
+    @property
+    def shared_streams(self) -> Mapping[str, object]:
+        """The states of the host's random streams outside of loops."""
+        return self._streams.shared
+
+    def before_save(self) -> None:
+        """Apply the statistics that wait."""
+        self._apply_statistics()
+
+    def details_of_save(self, alone: bool) -> Mapping[str, object]:
+        """Refuse a save inside an update; return the fingerprint for the checkpoint's manifest.
+
+        The checkpoint gets the random streams from outside of loops: those of a part follow from its number.
+
+        Raises:
+            PreparationError: the update isn't complete.
+        """
+        if self.is_open():
+            raise PreparationError(
+                f"save_state() inside an update of {self.division.count} parts: each rank holds sums of its own, "
+                "which another number of ranks can't use. Save after a step, where accelerator.sync_gradients is true."
+            )
+        self._streams.leave_part()
+        return {} if alone else {"fingerprint": fingerprint(self.run, self.shared_streams)}
+
+    def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
+        """Let the random streams of the part continue."""
+        self._streams.return_to_part()
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Give all ranks the random streams of rank 0, also those without a counterpart in the saved run."""
+        synchronize_rng_states(HOST_STREAMS, world=self.world)
+
+    def _apply_statistics(self) -> None:
+        """Apply the running statistics of a complete update, if there are some; a collective."""
+        if self._is_due:
+            self._is_due = False
+            for statistics in self._statistics:
+                statistics.apply()

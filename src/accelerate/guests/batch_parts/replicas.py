@@ -1,0 +1,189 @@
+"""Replicas that compute the parts of an update, and sum their gradients in one tree for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from ...distributed.world import World
+from ...errors import PreparationError
+from ...parallel.base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+from ...parallel.gradient_norm import scale_to
+from ...parallel.replicas import make_replicas_equal
+from ...settings.labels import DistributedType
+from ...settings.tree import ROWS
+from .exchange import sum_over_ranks
+from .fixed_order import total_norm
+from .parts import Parts
+from .tree import Node, PartialSums
+
+if TYPE_CHECKING:
+    from ...data_loader.loader import PreparedLoader
+
+#: The groups of settings that select another strategy; the plugins have the same names.
+_REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
+
+
+@final
+@dataclass
+class _Window:
+    """The gradients of one open accumulation window on this rank."""
+
+    sums: PartialSums = field(default_factory=PartialSums)
+    num_parts: int = 0
+    micro_batch: object = None  # the one whose gradients are in the parameters
+    own: list[torch.Tensor | None] | None = None  # its gradients, if the parameters have those of the whole update
+
+
+@final
+class PartReplicas(Strategy):
+    """One replica per process, each of which computes some of the parts."""
+
+    can_repeat_passes = True
+    sums_gradients = True
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        # One process without a group has nothing to shard over.
+        asked = [name for name in _REFUSED if options.plugins.has(name) and (name != "fsdp" or world.size > 1)]
+        asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
+        if asked:
+            raise PreparationError(
+                f"{', '.join(asked)} with batch_parts isn't built: only plain replicas and FSDP 2 sum gradients in the "
+                "order of the parts. Leave that out, or batch_parts."
+            )
+        self.retry = None
+        self.parts: Parts = Parts(world)
+        self.parts.is_open = lambda: any(one.num_parts and one.own is None for one in self._windows.values())
+        self.parts.drop = self._drop
+        self._windows: dict[object, _Window] = {}
+
+    @property
+    def label(self) -> DistributedType:
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of parts: as many ranks as that would get the same results."""
+        return self.parts.division.count
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if a model can't be replicated."""
+        super().check(arguments)
+        for argument in arguments.of(Role.MODEL):
+            refuse_device_map(argument.current)
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model`` with the values of rank 0."""
+        if self.world.size > 1:
+            make_replicas_equal(model, self.mesh)
+        self.parts.take_model(model)
+        return model
+
+    def configure_loader(self, loader: PreparedLoader) -> None:
+        """Let ``loader`` read this rank's parts."""
+        self.parts.divide_loader(loader)
+
+    def release(self) -> None:
+        """Drop all references to prepared models."""
+        super().release()
+        self.parts.release()
+        self._windows.clear()
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int | None = None, **kwargs: Any
+    ) -> None:
+        """Accumulate the gradients of ``loss``; at the end of the window, sum those of all parts.
+
+        Args:
+            num_steps: the micro-batches of an update on this rank, if the loss is a mean; None if it is a sum.
+        """
+        self.parts.check_backward()
+        window, parameters = self._open_window()
+        if num_steps is not None and num_steps * self.world.size != 1:
+            loss = loss / (num_steps * self.world.size)
+        super().backward(loss, scaler, **kwargs)
+        if self.parts.is_update_complete:
+            self._complete(window, parameters)
+
+    def _open_window(self) -> tuple[_Window, list[torch.nn.Parameter]]:
+        """Return the current window and its parameters, whose gradients are those of this part so far."""
+        run = self.parts.run
+        state, named, models = run.gradient_state, run._windows.current, run._wrapped_models
+        numbers = named.models or range(len(models))
+        found = {id(p): p for number in numbers for p in models[number].parameters() if p.requires_grad}
+        parameters = list(found.values())
+        window = self._windows.setdefault(named.key, _Window())
+        micro_batch = (state.windows.get(named.key), state.num_step_calls)
+        if window.micro_batch is None:
+            window.micro_batch = micro_batch
+        elif window.micro_batch != micro_batch:
+            if window.own is None:
+                self._take_part(window, parameters)
+            else:  # that of an update that no optimizer has used
+                window = self._windows[named.key] = _Window()
+            window.micro_batch = micro_batch
+        elif window.own is not None:  # a further backward pass of the last micro-batch
+            for parameter, gradient in zip(parameters, window.own, strict=True):
+                parameter.grad = gradient
+            window.own = None
+        return window, parameters
+
+    def _take_part(self, window: _Window, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Move the gradients of one part from the parameters to the sums."""
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        window.sums.add(Node(self.parts.division.part(self.world.rank, window.num_parts), 1, gradients))
+        window.num_parts += 1
+
+    def _complete(self, window: _Window, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Set the parameters' gradients to the sums over all parts of the update; a collective.
+
+        The sums of the earlier parts are kept: another backward pass of this micro-batch may follow.
+        """
+        division, num_rounds = self.parts.division, self.parts.num_rounds(window.num_parts + 1)
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+            raise PreparationError("A gradient is sparse, which batch_parts can't sum. Give Embedding(sparse=False).")
+        window.own = [parameter.grad for parameter in parameters]
+        sums = PartialSums(window.sums.nodes)
+        sums.add(Node(division.part(self.world.rank, window.num_parts), 1, window.own), in_place=False)
+        if self.world.size == 1:
+            totals = sums.total(in_place=False)
+        else:
+            totals = sum_over_ranks(parameters, sums.nodes, division, num_rounds, self.world.group)
+        for parameter, total in zip(parameters, totals, strict=True):
+            # A part without a gradient is a zero on other ranks, so zeros have to have one sign.
+            parameter.grad = None if total is None else total + 0.0
+        self.parts.complete_update()
+
+    def _drop(self) -> None:
+        """Drop the sums of updates that an optimizer has used."""
+        for key in [key for key, window in self._windows.items() if window.own is not None]:
+            del self._windows[key]
+
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``clipping.max_norm``; return the norm before scaling.
+
+        Inside an update the gradients of single parts aren't scaled: how many there are depends on the ranks.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.world.device)
+        norm = total_norm(gradients, clipping.norm_type)
+        if self.parts.is_update_complete:
+            scale_to(gradients, norm, clipping.max_norm, clipping.error_if_nonfinite)
+        return norm
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``], at the end of an update."""
+        if self.parts.is_update_complete:
+            super().clip_grad_value(parameters, clip_value)
