@@ -262,6 +262,8 @@ def _own_sampler(subject: Subject) -> Iterator[Advice]:
     for call in subject.script.nodes(ast.Call):
         if subject.script.path(call.func).rpartition(".")[2] != "DistributedSampler":
             continue
+        if {"num_replicas", "rank"} <= {each.arg for each in call.keywords}:  # for a loader that isn't prepared
+            continue
         epoch = "" if sets_epoch else " Without `set_epoch`, it gives the same order in every epoch."
         yield Advice(
             call,
@@ -274,6 +276,8 @@ def _evaluation_of_a_part(subject: Subject) -> Iterator[Advice]:
     gathers = ("gather", "gather_for_metrics", "reduce", "streaming_mean", "all_reduce")
     for loop in subject.survey.loops:
         if loop.trains or not loop.loaders & subject.prepared:
+            continue
+        if any(isinstance(node, ast.Yield) for node in ast.walk(loop.node)):  # a progress bar collects nothing
             continue
         scope = subject.script.scope(loop.node)
         adds_up = any(isinstance(node, ast.AugAssign) for node in ast.walk(loop.node)) or any(
