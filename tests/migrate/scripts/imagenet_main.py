@@ -43,7 +43,7 @@ def main():
     if args.gpu is not None:
         warnings.warn('You have chosen a specific GPU. This will completely disable data parallelism.')
     if args.dist_url == "env://" and args.world_size == -1:
-        args.world_size = int(os.environ["WORLD_SIZE"])
+        args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     args.distributed = args.world_size > 1 or args.multiprocessing_distributed
     if torch.cuda.is_available():
         ngpus_per_node = torch.cuda.device_count()
