@@ -53,6 +53,19 @@ Net(2, 1).fit(DataLoader([(torch.ones(2), torch.ones(1))] * 4))
 """
 
 
+#: The loss is computed by a method, around the wrapper that averages gradients.
+BYPASS = LOOP.replace(
+    "model = torch.nn.Linear(2, 1)",
+    """class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def step(self, x, y):
+        return (self.layer(x) - y).pow(2).mean()
+model = Net()""",
+).replace("(model(x) - y).pow(2).mean()", "model.step(x, y)")
+
+
 def changed(text: str, before: str = "", after: str = "") -> Migration:
     """The migration of the loop with ``before`` replaced by ``after``."""
     assert before in text
@@ -75,8 +88,18 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
         ("import deepspeed\n" + LOOP, 1, "DeepSpeed by hand"),
         ("from transformers import Trainer\n\nTrainer(model).train()\n", 3, "runs the loop"),
         (LOOP + "a = x.to('cuda:0')\nb = x.to('cuda:1')\n", 13, "spread by hand"),
-        (LOOP.replace("torch.optim.SGD", "make"), 9, "no optimizer was recognised"),
-        (LOOP.replace("model.parameters()", "[w]"), 9, "no model was recognised"),
+        (LOOP.replace("torch.optim.SGD", "make"), 5, "no optimizer was recognised"),
+        (LOOP.replace("model.parameters()", "[w]"), 5, "no model was recognised"),
+        (
+            LOOP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", "").replace(
+                "    optimizer.step()\n    optimizer.zero_grad()",
+                "    for p in model.parameters():\n        p.data.sub_(p.grad)",
+            ),
+            10,
+            "weights are changed by hand",
+        ),
+        (BYPASS, 14, "`model.step\\(\\)` runs the model without its forward"),
+        (LOOP.replace("for x", "loader = Wrapped(loader)\nfor x") + "class Wrapped: ...\n", 7, "an object of Wrapped"),
         (
             "import torch\nimport torch.multiprocessing as mp\n\ndef work():\n    loss.backward()\n\n"
             "mp.Process(target=work).start()\n",
@@ -89,7 +112,7 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             9,
             "a second backward pass goes through",
         ),
-        (LOOP.replace("in loader:", "in fetch():") + "# fetch reads the loader\n", 6, "doesn't visibly go through"),
+        (LOOP.replace("in loader:", "in fetch():"), 7, "doesn't visibly go through the loader of line 6"),
         (LOOP + LOOP.partition("\n\n")[2], 12, "`model` is made again after training with the one of line 4"),
         (
             LOOP.replace("optimizer =", "model.bias.requires_grad_(False)\noptimizer =").replace(
@@ -104,7 +127,7 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             "DistributedSampler",
         ),
         (BY_HAND + "torch.save(other.module.state_dict(), 'm.pt')\n", 17, "`other` isn't a model known here"),
-        (BY_HAND + "rest = len(loader.sampler)\n", 17, "the sampler of a prepared loader is the whole order"),
+        (BY_HAND + "order = loader.sampler\n", 17, "the sampler of a prepared loader is the whole order"),
         (BY_HAND + "lr = 0.1 * args.world_size\n", 17, "isn't understood to be the number of processes"),
         ("for x in test_loader:\n    total += model(x).sum()\n    outputs.append(x)\n", 2, "adds up numbers"),
     ],
@@ -212,8 +235,10 @@ def test_batches_of_a_prepared_loader_are_not_moved(moved: str, stays: str | Non
 def test_a_weighted_mean_is_said_and_not_compared_on_two_processes(loss: str, is_weighted: bool) -> None:
     text = LOOP.replace("import torch\n", "import torch\nimport torch.nn.functional as F\n", 1)
     found = migrate(text.replace("(model(x) - y).pow(2).mean()", loss), "train.py")
-    assert [each for each in found.differs if "weighted mean" in each] == found.differs
-    assert bool(found.differs) == any("weighted mean" in note.text for note in found.notes) == is_weighted
+    is_said = any("weighted mean" in note.text for note in found.notes)
+    assert any("weighted mean" in each for each in found.differs) == is_said == is_weighted
+    is_sum = any("the loss is a sum" in note.text for note in found.notes)
+    assert any("the loss is a sum" in each for each in found.differs) == is_sum == ("reduction='sum'" in loss)
 
 
 def test_a_loop_that_only_evaluates_keeps_its_loader_and_says_so() -> None:
@@ -280,6 +305,115 @@ def test_a_switch_that_isnt_known_where_the_accelerator_is_made_is_said() -> Non
     found = migrate(text, "train.py")
     assert 'Accelerator(mixed_precision="fp16")' in found.after
     assert any("switches mixed precision" in note.text for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("before", "argument"),
+    [
+        ("scaler = torch.amp.GradScaler(enabled=False)\nhalf = True\n", '"fp16" if half else "no"'),
+        ("half = torch.float16\n", '"fp16"'),
+        ("", '"fp16" if torch.cuda.is_available() else "no"'),
+        ('kind = "bfloat16"\n', """{'bfloat16': "bf16", 'float16': "fp16"}[kind]"""),
+    ],
+)
+def test_an_autocast_made_elsewhere_is_replaced_where_it_is_entered(before: str, argument: str) -> None:
+    made = {
+        '"fp16"': "ctx = torch.autocast('cuda', half)",
+        '"fp16" if half else "no"': "ctx = torch.autocast('cuda', torch.float16) if half else nullcontext()",
+        '"fp16" if torch.cuda.is_available() else "no"': "ctx = nullcontext() if device_type == 'cpu' else "
+        "torch.autocast('cuda', torch.float16)",
+    }.get(argument, "ctx = torch.autocast('cuda', dtype={'bfloat16': torch.bfloat16, 'float16': torch.float16}[kind])")
+    text = LOOP.replace("\nmodel =", f"\nfrom contextlib import nullcontext\n{before}{made}\nmodel =", 1)
+    text = text.replace(
+        "    loss = (model(x) - y).pow(2).mean()", "    with ctx:\n        loss = (model(x) - y).pow(2).mean()"
+    )
+    after = migrate(text, "train.py").after
+    names = {"half": "True", "kind": '"bfloat16"'}
+    written = [argument, *(argument.replace(name, value) for name, value in names.items())]
+    assert any(f"Accelerator(mixed_precision={each})" in after for each in [*written, '"fp16"'])
+    assert "with accelerator.autocast():" in after and "ctx" not in after
+
+
+def test_the_accelerator_is_made_where_its_switch_is_known() -> None:
+    text = LOOP.replace(
+        "\nmodel =", "\ndef is_main():\n    return torch.distributed.get_rank() == 0\n\ndef main(args):\n    model ="
+    )
+    head, _, body = text.partition("    model =")
+    body = body.replace("\n", "\n    ").replace(
+        "loss = (m", "with torch.autocast('cuda', enabled=args.amp):\n            loss = (m"
+    )
+    after = migrate(f"{head}    model ={body}\nmain(options)\n", "train.py").after
+    assert "def main(args):\n    global accelerator\n    accelerator = Accelerator(mixed_precision=" in after
+    assert '"fp16" if args.amp else "no"' in after
+
+
+def test_the_global_batch_is_said_and_can_be_kept() -> None:
+    assert sum("N times as many samples" in note.text for note in migrate(LOOP, "train.py").notes) == 1
+    kept = migrate(LOOP, "train.py", keep_batch=True)
+    assert "from accelerate import Accelerator, DataLoaderConfiguration\n" in kept.after
+    assert "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))" in kept.after
+    assert not any("N times as many samples" in note.text for note in kept.notes)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "is_said"),
+    [
+        ("z = torch.randn(4)", True),
+        ("z = x.clone().normal_()", True),
+        ("z = noise()", True),
+        ("z = torch.randn(4, generator=own)", False),
+        ("with torch.no_grad():\n        z = torch.randn(4)", False),
+    ],
+)
+def test_numbers_that_all_processes_draw_alike_are_said(drawn: str, is_said: bool) -> None:
+    text = "import torch\ndef noise():\n    return torch.rand(3)\n" + LOOP.replace(
+        "    loss =", f"    {drawn}\n    loss ="
+    )
+    notes = [note.text for note in migrate(text.replace("model =", "torch.manual_seed(1)\nmodel =", 1), "t.py").notes]
+    assert sum("draw the same numbers here" in note for note in notes) == is_said
+    assert not any("draw the same" in note.text for note in migrate(text, "t.py").notes)
+
+
+def test_a_bar_is_as_long_as_the_prepared_loader() -> None:
+    bar = "from tqdm import tqdm\nsteps = 2 * len(loader)\nbar = tqdm(total=steps)\nfor x"
+    after = migrate(LOOP.replace("for x", bar, 1), "train.py").after
+    assert "bar = tqdm(total=2 * len(loader), disable=not accelerator.is_local_main_process)\n" in after
+
+
+def test_a_file_is_loaded_when_it_is_written() -> None:
+    text = LOOP + "torch.save(model.state_dict(), 'm.pt')\nmodel.load_state_dict(torch.load('m.pt'))\n"
+    assert (
+        "\naccelerator.wait_for_everyone()\naccelerator.unwrap_model(model).load_state_dict"
+        in migrate(text, "t.py").after
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("kind = 'cuda' if 'cuda' in device else 'cpu'", "kind = 'cuda' if 'cuda' in device.type else 'cpu'"),
+        ("a = device.startswith('cuda')", "a = device.type.startswith('cuda')"),
+        ("a = make(device_type=device)", "a = make(device_type=device.type)"),
+        ("device_type = 'cuda' if 'cuda' in device else 'cpu'", "device_type = accelerator.device.type"),
+        ("Trainer(model, 'cuda' if ok else 'cpu')", "Trainer(model, accelerator.device)"),
+    ],
+)
+def test_a_device_that_is_used_as_a_string(before: str, after: str) -> None:
+    text = LOOP.replace("model =", f"device = 'cuda' if torch.cuda.is_available() else 'cpu'\n{before}\nmodel =", 1)
+    assert f"\n{after}\n" in migrate(text, "train.py").after
+
+
+def test_the_doctor_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LOOP)
+    main([str(path)])
+    assert "`accelerate doctor` finds no problems in the changed script." in capsys.readouterr().out
+    path.write_text(LOOP + "if accelerator.is_main_process:\n    accelerator.wait_for_everyone()\n")
+    main([str(path), "--keep-batch"])
+    printed = capsys.readouterr().out
+    assert (
+        "split_batches=True" in printed and "`accelerate doctor` on the changed script (its lines):\n  line " in printed
+    )
 
 
 def test_a_block_that_only_moved_something_is_gone() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, run_with_script_arguments
+from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
 from .options import add_num_steps, read_script, runs_agree
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def migrate_command_parser(subparsers: Subparsers | None = None) -> argparse.Arg
     parser.add_argument("--output", type=Path, metavar="FILE", help="Write the changed script to FILE instead.")
     parser.add_argument("--diff", action="store_true", help="Print the bare diff only, for `git apply` or `patch`.")
     parser.add_argument(
+        *spellings("--keep_batch"),
+        action="store_true",
+        help="Keep the script's global batch: N processes take 1/N of each batch. Without it, each process takes "
+        "batches of the script's size, so N processes take N times as many samples in a step.",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="Train some steps with the script and with the changed one, on 1 and on 2 processes of the CPU, show the "
@@ -46,11 +52,12 @@ def migrate_command(args: argparse.Namespace) -> int:
     """
     from .migrate import migrate
 
-    found = migrate(read_script(args.script), str(args.script))
+    found = migrate(read_script(args.script), str(args.script), keep_batch=args.keep_batch)
     if args.diff:
         print(found.diff(), end="")
     else:
         print(shown(found, colored=sys.stdout.isatty()))
+        print("\n".join(["", *_left(found)]))
     if args.verify and not _agree(found, args):
         return 1
     target = args.output or args.script
@@ -64,6 +71,17 @@ def migrate_command(args: argparse.Namespace) -> int:
     if not args.diff:
         print(f"\nWritten to {target}. Run it with `accelerate launch {target}`.")
     return 0
+
+
+def _left(found: Migration) -> list[str]:
+    """Return what `accelerate doctor` says about the changed script, as lines."""
+    from .doctor import Severity, examine
+
+    findings = [each for each in examine(found.after, found.name) if each.severity != Severity.NOTE.value]
+    if not findings:
+        return ["`accelerate doctor` finds no problems in the changed script."]
+    lines = [f"  line {each.line}: {each.severity}: {each.text}" for each in findings]
+    return ["`accelerate doctor` on the changed script (its lines):", *lines]
 
 
 def _agree(found: Migration, args: argparse.Namespace) -> bool:

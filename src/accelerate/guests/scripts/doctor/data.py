@@ -32,14 +32,18 @@ _SHOWS: Final = frozenset({"print", "info", "debug", "warning", "log"})
 
 
 def sampler_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call in subject.calls if subject.uses("set_epoch") else ():
-        if subject.last_name(call) == "DistributedSampler":
-            yield at(call)
+    yield from _samplers_of_world(subject) if subject.uses("set_epoch") else ()
 
 
 def sampler_without_epoch(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call in subject.calls if not subject.uses("set_epoch") else ():
-        if subject.last_name(call) == "DistributedSampler":
+    yield from () if subject.uses("set_epoch") else _samplers_of_world(subject)
+
+
+def _samplers_of_world(subject: Subject) -> Iterator[Place]:
+    """Yield samplers that ask the process group; one with a rank of its own is for a loader that isn't prepared."""
+    for call in subject.calls:
+        has_rank = {"num_replicas", "rank"} <= {each.arg for each in call.keywords}
+        if subject.last_name(call) == "DistributedSampler" and not has_rank:
             yield at(call)
 
 

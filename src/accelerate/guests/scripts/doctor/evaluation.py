@@ -18,9 +18,10 @@ _TWO_MODES: Final = ("Dropout", "BatchNorm", "from_pretrained", "torchvision.mod
 
 
 def _evaluations(subject: Subject) -> Iterator[Loop]:
-    """Yield the loops over a prepared loader that don't train."""
+    """Yield the loops over a prepared loader that neither train nor pass its batches on."""
     for loop in subject.survey.loops:
-        if not loop.trains and loop.loaders & subject.prepared:
+        passes_on = any(isinstance(node, ast.Yield) for node in ast.walk(loop.node))  # as a progress bar does
+        if not loop.trains and not passes_on and loop.loaders & subject.prepared:
             yield loop
 
 

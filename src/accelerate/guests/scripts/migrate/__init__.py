@@ -7,7 +7,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import final
 
-from . import devices, distributed, evaluation, losses, saving, setup, steps
+from . import devices, distributed, evaluation, hints, losses, saving, setup, steps
 from .plan import LOADER, Note, Plan
 from .refuse import Refused, check, check_left, parsed
 from .source import Edit, apply, chosen
@@ -48,8 +48,11 @@ class Migration:
         )
 
 
-def migrate(text: str, name: str) -> Migration:
+def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
     """Convert a script to use the Accelerator.
+
+    Args:
+        keep_batch: share the script's batches over the processes, so that the global batch doesn't grow with them.
 
     Raises:
         Refused: the script is malformed, already accelerated, or has no loop that can be converted.
@@ -66,15 +69,24 @@ def migrate(text: str, name: str) -> Migration:
         evaluation.change(plan)
     devices.change(plan)
     steps.change(plan)
-    steps.schedule(plan, by_hand=by_hand)
+    steps.schedule(plan, by_hand=by_hand, keeps_batch=keep_batch and not by_hand)
     plan.empty_blocks()
     devices.assigned(plan)
     plan.empty_blocks()
     prepared_at = setup.prepare(plan)
     saving.change(plan, prepared_at)
+    if not by_hand:
+        saving.wait_before_loading(plan)
+        hints.global_batch(plan, keeps=keep_batch)
+        hints.note_draws(plan)
+    elif keep_batch:
+        plan.note(
+            plan.script.tree, "--keep_batch has no effect here: this script divides its batches over processes itself."
+        )
     visible, made_at = setup.create(plan)
     if not by_hand:
         steps.prints(plan, visible, made_at)
+        hints.bars(plan, visible, made_at, prepared_at)
     setup.drop_imports(plan)
     _add_final_notes(plan)
     return _finished(plan)
@@ -104,7 +116,7 @@ def _add_final_notes(plan: Plan) -> None:
     """Note loops that every process runs in full, and options without effect after the migration."""
     trained = set(plan.names(LOADER))
     for loop in plan.survey.loops:
-        if not loop.trains and not loop.loaders <= trained:
+        if not loop.trains and not loop.loaders <= trained and not distributed.is_by_hand(plan):
             plan.note(
                 loop.node,
                 "this loop's loader isn't prepared: every process goes through all of it, so its numbers are those of "

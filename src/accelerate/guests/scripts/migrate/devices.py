@@ -59,6 +59,9 @@ def change(plan: Plan) -> None:
                 is_literal(plan, keyword.value) or (keyword.arg == "map_location" and _is_mapping(plan, keyword.value))
             ):
                 plan.replace(keyword.value, f"{plan.accelerator}.device", _MOVED)
+        for given in call.args:  # Trainer(model, "cuda" if torch.cuda.is_available() else "cpu")
+            if isinstance(given, ast.IfExp) and is_device(plan, given) and not plan.is_removed(call):
+                plan.replace(given, f"{plan.accelerator}.device", _MOVED)
         if plan.script.path(call.func) == "torch.cuda.set_device":
             plan.remove(plan.script.statement(call), "the Accelerator has picked each process's device")
 
@@ -101,7 +104,7 @@ def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
             return
         if not (is_device(plan, arguments[0]) or is_rank(arguments[0])):
             return
-    if is_model(plan, what):
+    if is_model(plan, what) and not plan.is_after_training(plan.script.statement(call)):
         _model_moved(plan, call, what)
     elif is_in_prepared_loop(plan, call, what):
         _batch_moved(plan, call, what)
@@ -200,7 +203,8 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
         name = dotted(target)
         if not name or not is_device(plan, value) or isinstance(value, ast.Name):
             continue
-        if "device" not in name.lower() and not isinstance(value, (ast.Call, ast.JoinedStr)):
+        made = value.body if isinstance(value, ast.IfExp) else value
+        if "device" not in name.lower() and not isinstance(made, (ast.Call, ast.JoinedStr)):
             continue
         if value is not getattr(statement, "value", None) and not isinstance(
             getattr(statement, "value", None), ast.Tuple
@@ -215,16 +219,39 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
             plan.remove(statement, "`device` is no longer used")
         elif not (isinstance(value, ast.Attribute) and name == dotted(value)):
             is_text = isinstance(statement, ast.AnnAssign) and dotted(statement.annotation) == "str"
-            device = f"{plan.accelerator}.device"
+            device = f"{plan.accelerator}.device{'.type' * _is_type(name)}"
             plan.replace(value, f"str({device})" if is_text else device, _ASSIGNED)
 
 
+def _is_type(name: str) -> bool:
+    """Return whether a name is for the type of a device: ``device_type``."""
+    return name.lower().endswith("type")
+
+
 def _compared(plan: Plan) -> None:
-    """Replace ``device`` by ``device.type`` where the script compares it with a string."""
-    for node in plan.script.nodes(ast.Compare):
-        other, name = node.comparators[0], node.left
-        if not (isinstance(other, ast.Constant) and isinstance(other.value, str) and _DEVICE.match(other.value)):
+    """Replace ``device`` by ``device.type`` where the script uses it as a string."""
+    for node in plan.script.nodes((ast.Compare, ast.keyword, ast.Attribute)):
+        if isinstance(node, ast.keyword):  # torch.autocast(device_type=device)
+            name, is_text = node.value, node.arg == "device_type"
+        elif isinstance(node, ast.Attribute):  # device.startswith("cuda")
+            name, is_text = node.value, node.attr in ("startswith", "split", "lower")
+        elif isinstance(node.ops[0], (ast.In, ast.NotIn)):  # "cuda" in device
+            name, is_text = node.comparators[0], _is_name(node.left)
+        else:
+            name, is_text = node.left, _is_name(node.comparators[0])
+        if not is_text or not dotted(name) or _is_type(dotted(name)) or not is_device(plan, name):
             continue
-        if dotted(name) and is_device(plan, name) and not plan.is_removed(node):
+        if not plan.is_removed(node) and not _is_written_as_text(plan, name):
             end = plan.script.end(name)
-            plan.cut(end, end, ".type", "a device, not its name", node)
+            plan.cut(end, end, ".type", "a device, not its name", name)
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_DEVICE.match(node.value))
+
+
+def _is_written_as_text(plan: Plan, name: ast.expr) -> bool:
+    """Return whether a name is declared as a string, and so becomes one."""
+    symbol = plan.survey.symbol(name)
+    made = plan.survey.assignments(symbol) if symbol is not None else []
+    return any(isinstance(each, ast.AnnAssign) and dotted(each.annotation) == "str" for each, _, _ in made)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from .plan import LOADER, MODEL, Plan
+from . import samplers
+from .plan import MODEL, Plan
 from .source import dotted, method, pairs, targets
-from .survey import SAMPLER, Symbol
+from .survey import Symbol, parameters
 
 _NUMBERS: Final = {
     "RANK": "process_index", "LOCAL_RANK": "local_process_index", "WORLD_SIZE": "num_processes",
@@ -21,7 +22,6 @@ _DDP_OPTIONS: Final = (
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers",
 )  # fmt: skip
 _LAUNCHED = "accelerate launch starts the processes, and Accelerator() joins them"
-_SHARDED = "a prepared loader gives each process its part"
 
 
 def is_by_hand(plan: Plan) -> bool:
@@ -48,7 +48,7 @@ def change(plan: Plan) -> None:
             _collective(plan, call, last)
     _switches(plan)
     _numbers(plan)
-    _samplers(plan)
+    samplers.change(plan)
     _inner_models(plan)
 
 
@@ -112,7 +112,7 @@ def _switches(plan: Plan) -> None:
         ]
         for _, value in made:
             plan.replace(value, f"{plan.accelerator}.use_distributed", "whether there are several processes")
-        if not made:
+        if not made and name not in parameters(plan.script.scope(node)):
             plan.note(node, f"`{name}` switches what only several processes need, and isn't set in this script. Make "
                       f"it `{plan.accelerator}.use_distributed`.")  # fmt: skip
 
@@ -219,7 +219,15 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
             text = f'{what} = {plan.accelerator}.reduce({what}, reduction="{_REDUCTIONS[name]}")'
             plan.replace(call, text, "a reduction that is valid on one process, too")
             return
-        plan.note(call, f"torch.distributed.{last} with {name} is left as it is; it needs several processes.")
+        plan.note(call, f"`{plan.script.text_of(call)}` is left as it is; it needs several processes.")
+    elif last in ("all_gather", "all_gather_object") and is_whole and len(call.args) == 2:
+        into, what = (plan.script.text_of(each) for each in call.args)
+        if last == "all_gather":
+            text = f"{into}[:] = {plan.accelerator}.gather(({what})[None]).unbind()"
+        else:
+            text = f"{into}[:] = gather_object([{what}])"
+            plan.imports["accelerate.utils"].append("gather_object")
+        plan.replace(call, text, "of all processes, in the order of their ranks")
     elif last not in (
         "is_initialized",
         "is_available",
@@ -281,93 +289,3 @@ def _counted_by_node(plan: Plan) -> bool:
             plan.replace(value, f"{plan.accelerator}.{number}", "counted by the launcher, over all nodes")
             found = True
     return found
-
-
-# ---------------------------------------------------------------------------------------------- samplers
-
-
-def _samplers(plan: Plan) -> None:
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is not None and method_call[0] == "set_epoch" and _is_sampler(plan, method_call[1]):
-            plan.remove(plan.script.statement(call), "a prepared loader shuffles anew in each epoch by itself")
-        if plan.survey.role(call) == LOADER and isinstance(call, ast.Call) and call.keywords:
-            _loader(plan, call)
-    for symbol in list(plan.survey._assigned):
-        if plan.survey.role_of(symbol) == SAMPLER:
-            for statement, value, _ in plan.survey.assignments(symbol):
-                _sampler_made(plan, symbol, statement, value)
-
-
-def _is_sampler(plan: Plan, node: ast.expr) -> bool:
-    if isinstance(node, ast.Attribute) and node.attr == "sampler":
-        return True
-    roots = plan.survey.roots(plan.survey.symbol(node))
-    return any(plan.survey.role_of(root) == SAMPLER for root in roots) or "sampler" in dotted(node).lower()
-
-
-def sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
-    """Return the DistributedSampler that an expression creates, or its name refers to."""
-    if isinstance(node, ast.IfExp):
-        return sampler_of(plan, node.body) or sampler_of(plan, node.orelse)
-    if isinstance(node, ast.Call):
-        return node if plan.survey.role(node) == SAMPLER else None
-    for root in plan.survey.roots(plan.survey.symbol(node)):
-        for _, value, _ in plan.survey.assignments(root):
-            found = None if isinstance(value, (ast.Name, ast.Attribute)) else sampler_of(plan, value)
-            if found is not None:
-                return found
-    return None
-
-
-def _loader(plan: Plan, call: ast.Call) -> None:
-    """Replace a loader's distributed sampler by ``shuffle``, and prepare the loader."""
-    keywords = {keyword.arg: keyword for keyword in call.keywords}
-    keyword = keywords.get("sampler")
-    made = None if keyword is None else sampler_of(plan, keyword.value)
-    if keyword is None or made is None:
-        return
-    given = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
-    shuffle = "True" if given is None else plan.script.text_of(given)
-    own = keywords.get("shuffle")
-    if own is not None:
-        plan.replace(own.value, shuffle, "the order that the sampler gave", uses=False)
-        _drop(plan, call, keyword, _SHARDED)
-    else:
-        plan.replace(keyword, f"shuffle={shuffle}", _SHARDED, uses=False)
-    for symbol in plan.survey.bound(call):
-        if symbol not in plan.prepared[LOADER]:
-            plan.prepared[LOADER].append(symbol)
-
-
-def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
-    """Remove an argument and the comma before it (or after it, for the first argument)."""
-    arguments = sorted([*call.args, *call.keywords], key=plan.script.start)
-    at = arguments.index(keyword)
-    if at:
-        plan.cut(plan.script.end(arguments[at - 1]), plan.script.end(keyword), "", why, keyword)
-    elif len(arguments) > 1:
-        plan.cut(plan.script.start(keyword), plan.script.start(arguments[1]), "", why, keyword)
-
-
-def _is_handed_on(plan: Plan, node: ast.Name, symbol: Symbol) -> bool:
-    """Return whether a sampler is returned or passed to one of the script's functions, beside the replaced uses."""
-    if not isinstance(node.ctx, ast.Load) or plan.survey.symbol(node) != symbol:
-        return False
-    outer = plan.script.parents[node]
-    if isinstance(outer, ast.Call):
-        return dotted(outer.func).rpartition(".")[2] in plan.survey.functions
-    return isinstance(plan.script.statement(node), ast.Return) and isinstance(outer, (ast.Return, ast.Tuple))
-
-
-def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
-    if isinstance(statement, ast.Assign) and statement.value is value and dotted(statement.targets[0]):
-        if any(_is_handed_on(plan, node, symbol) for node in plan.script.nodes(ast.Name)):
-            plan.replace(value, "None", _SHARDED, uses=False)
-        else:
-            plan.remove(statement, _SHARDED)
-    made = sampler_of(plan, value)
-    for node in plan.script.nodes(ast.Call):
-        if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
-            data = plan.script.text_of(made.args[0]) if made.args else "dataset"
-            plan.replace(node, f"(len({data}) // {plan.accelerator}.num_processes)", "the part of one process")

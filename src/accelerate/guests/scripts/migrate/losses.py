@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from .distributed import is_by_hand
 from .plan import Plan
 from .source import dotted, method
 
@@ -23,11 +24,20 @@ _PAIRED: Final = (
 )
 
 
+_SUMMED: Final = (
+    "the loss is a sum over samples, and gradients are averaged over processes",
+    "the loss is a sum over the samples of a batch, but gradients are averaged over processes: N processes step with "
+    "1/N of the gradients of all samples together. Multiply it by accelerator.num_processes to have their sum.",
+)
+
+
 def note(plan: Plan) -> list[str]:
     """Add notes about results that differ on several processes by design, and return the reasons."""
     found: dict[str, None] = {}
     for node in plan.script.nodes((ast.Call, ast.BinOp)):
         reason = _WEIGHTED if _is_weighted(plan, node) else _PAIRED if _is_of_pairs(node) else None
+        if reason is None and _is_summed(node) and plan.is_in_training(node) and not is_by_hand(plan):
+            reason = _SUMMED
         if reason is not None and plan.survey.backwards:
             plan.note(node, reason[1])
             found[reason[0]] = None
@@ -46,6 +56,13 @@ def _is_weighted(plan: Plan, node: ast.AST) -> bool:
     weight = node.args[place] if len(node.args) > place else given.get("weight")
     leaves_out = "ignore_index" in given or not (weight is None or _is_none(weight))
     return leaves_out and isinstance(reduction, ast.Constant) and reduction.value == _MEAN.value
+
+
+def _is_summed(node: ast.AST) -> bool:
+    """Return whether a loss is a sum: ``reduction="sum"``."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+    reduction = given.get("reduction")
+    return isinstance(reduction, ast.Constant) and reduction.value == "sum"
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from .source import Edit, Function, Placed, Script, dotted, first_line
+from .source import Edit, Function, Placed, Scope, Script, dotted, first_line
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, SCHEDULER, Survey, Symbol
 
 _WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
@@ -23,6 +24,15 @@ class Note:
 
 
 @final
+class UsePoint(ast.expr):
+    """A position that needs the Accelerator, in a scope without a node of its own for that."""
+
+    def __init__(self, scope: Scope, offset: int) -> None:
+        super().__init__()
+        self.scope, self.offset = scope, offset
+
+
+@final
 @dataclass
 class Plan:
     """The changes to one script.
@@ -30,10 +40,13 @@ class Plan:
     Attributes:
         users: nodes whose new text uses the Accelerator, so that it must be created before them.
         arguments: the Accelerator's arguments by name, as source text.
-        needs: the expressions in those arguments.
+        needs: the names in those arguments. inlined: the text of those that have one value, known from the start.
+        switches: the conditions that those came from.
         handlers: keyword handlers of the Accelerator: class name -> arguments as source text. prepared: the arguments
             of ``prepare``, by role.
         aliases: names of wrapped models -> the names that were wrapped.
+        imports: names to import beside the Accelerator, by module.
+        kept_samplers: the ids of the calls that create a DistributedSampler which stays. divided: the loaders of those.
     """
 
     script: Script
@@ -43,10 +56,15 @@ class Plan:
     notes: list[Note] = field(default_factory=list[Note])
     users: list[Placed] = field(default_factory=list[Placed])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
-    needs: list[ast.expr] = field(default_factory=list[ast.expr])
+    needs: list[Symbol] = field(default_factory=list[Symbol])
+    switches: list[ast.expr] = field(default_factory=list[ast.expr])
+    inlined: dict[Symbol, str] = field(default_factory=dict[Symbol, str])
     handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    imports: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict[str, list[str]](list))
     stripped: set[int] = field(default_factory=set[int])
     aliases: dict[Symbol, Symbol] = field(default_factory=dict[Symbol, Symbol])
+    kept_samplers: set[int] = field(default_factory=set[int])
+    divided: set[Symbol] = field(default_factory=set[Symbol])
     everywhere: bool = False  # the Accelerator has to be created at module level
     accelerator: str = "accelerator"
 
@@ -103,9 +121,50 @@ class Plan:
             return True
         return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.ancestors(node))
 
+    def is_in_training(self, node: ast.AST) -> bool:
+        """Return whether a node runs with gradients in a training loop, or in a function that such a loop calls."""
+        is_inside = False
+        for outer in self.script.ancestors(node):
+            if isinstance(outer, (ast.With, ast.AsyncWith)) and any(
+                self.is_without_gradients(item.context_expr) for item in outer.items
+            ):
+                return False
+            if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if any(map(self.is_without_gradients, outer.decorator_list)):
+                    return False
+                is_inside |= outer.name in self.survey.called_in_training
+            is_inside |= isinstance(outer, (ast.For, ast.While)) and self.survey.trains(outer)
+        return is_inside
+
+    def is_without_gradients(self, node: ast.expr) -> bool:
+        """Return whether an expression is ``torch.no_grad()`` or ``torch.inference_mode()``, called or not."""
+        node = node.func if isinstance(node, ast.Call) else node
+        return self.script.path(node).rpartition(".")[2] in ("no_grad", "inference_mode")
+
+    def is_after_training(self, statement: ast.stmt) -> bool:
+        """Return whether the last training of a scope is over before a statement, so that it makes a fresh object."""
+        scope = self.script.scope(statement)
+        training = [
+            each
+            for each in self.script.nodes(ast.stmt, scope)
+            if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and self.script.scope(each) is scope
+            and self.survey.trains(each)
+        ]
+        ends = [each.end_lineno or each.lineno for each in training]
+        return bool(ends) and max(ends) < statement.lineno
+
     def names(self, role: str) -> list[Symbol]:
         """Return the prepared objects of one role."""
         return self.prepared[role]
+
+    def scope_of(self, user: Placed) -> Scope:
+        """Return the function, or the module, that a use is in."""
+        return user.scope if isinstance(user, UsePoint) else self.script.scope(user)
+
+    def offset(self, user: Placed) -> int:
+        """Return the offset of a use in the text."""
+        return user.offset if isinstance(user, UsePoint) else self.script.start(user)
 
     # -- edits ---------------------------------------------------------------------------------------------
 
@@ -218,4 +277,4 @@ def _is_docstring(statement: ast.stmt) -> bool:
     )
 
 
-__all__ = ["LOADER", "MODEL", "OPTIMIZER", "PREPARED", "SCHEDULER", "Note", "Plan", "dotted"]
+__all__ = ["LOADER", "MODEL", "OPTIMIZER", "PREPARED", "SCHEDULER", "Note", "Plan", "UsePoint", "dotted"]

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ....errors import AccelerateError
-from .distributed import is_by_hand, sampler_of
+from .bypass import bypassing
+from .distributed import is_by_hand
 from .evaluation import adds_up, collected
 from .plan import Plan
+from .samplers import is_kept, sampler_of
 from .source import Edit, Placed, Scope, Script, chosen, dotted, method, pairs, targets
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, Survey
 
@@ -32,6 +34,7 @@ _OTHERS: Final = {
     "jax": "it is a JAX program",
 }
 _FUNCTIONAL: Final = ("torch.func.grad", "torch.func.grad_and_value", "torch.func.vjp", "torch.autograd.grad")
+_CHANGES: Final = ("add_", "sub_", "addcdiv_", "copy_")
 _TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer")
 
 
@@ -70,11 +73,36 @@ def check(script: Script, survey: Survey) -> None:
         _check_evaluation(script, survey)
         _check_placing(script)
         return
-    first = survey.backwards[0]
-    for role, hint in ((OPTIMIZER, "one of torch.optim"), (MODEL, "whose parameters() an optimizer gets")):
-        if not survey.trained[role]:
-            raise _refused(script, first, f"loss.backward() is here, but no {role} was recognised ({hint})")
+    _check_optimizers(script, survey)
     _check_placing(script)
+
+
+def _check_optimizers(script: Script, survey: Survey) -> None:
+    """Raise unless there is an optimizer with a module's parameters, at the line of its creation."""
+    if not survey.trained[OPTIMIZER]:
+        for call in script.nodes(ast.Call):
+            found = method(call)
+            if found is not None and found[0] in _CHANGES and _is_data(found[1]):
+                raise _refused(script, call, "weights are changed by hand here, and no optimizer was recognised. Use "
+                               "`torch.optim.SGD(model.parameters(), lr=lr)` and `optimizer.step()`")  # fmt: skip
+        stepped = [
+            statement
+            for call in script.nodes(ast.Call)
+            if (found := method(call)) is not None and found[0] == "zero_grad"
+            for root in survey.roots(survey.symbol(found[1]))
+            for statement, _, _ in survey.assignments(root)
+        ]
+        raise _refused(script, (stepped or survey.backwards)[0], "no optimizer was recognised (one of torch.optim) for "
+                       "the training loop. Make it with `torch.optim.NAME(model.parameters(), ...)`")  # fmt: skip
+    if not survey.trained[MODEL]:
+        made = [call for call in script.nodes(ast.Call) if survey.role(call) == OPTIMIZER]
+        raise _refused(script, (made or survey.backwards)[0], "no model was recognised: the optimizer doesn't visibly "
+                       "get a module's parameters(). Train an nn.Module, with tensors in nn.Parameter")  # fmt: skip
+
+
+def _is_data(node: ast.expr) -> bool:
+    """Return whether an expression is a parameter's data, or a parameter's likely name."""
+    return dotted(node).rpartition(".")[2] in ("data", "p", "param", "parameter")
 
 
 def _check_evaluation(script: Script, survey: Survey) -> None:
@@ -134,6 +162,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
     """
     script = plan.script
     _check_stages(plan)
+    _check_wrapped_loaders(plan)
     _check_unfreezing(plan)
     covered = [(edit.start, edit.end) for edit in chosen(edits) if edit.end > edit.start]
 
@@ -151,10 +180,16 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         ):
             raise _refused(script, call, "the model trains itself: its own methods would bypass the wrapper that "
                            "prepare() returns. Move the loop out of the class")  # fmt: skip
+    around = bypassing(plan)
+    if around is not None:
+        raise _refused(script, around, f"`{dotted(around.func)}()` runs the model without its forward(), so gradients "
+                       "aren't averaged over processes. Let forward() return the loss, and call the model itself "
+                       "in the loop")  # fmt: skip
     for call in script.nodes(ast.Call) if plan.survey.backwards and not plan.names(LOADER) else ():
         if plan.survey.role(call) == LOADER and not plan.is_removed(call):
-            raise _refused(script, call, "the loop that calls backward() doesn't visibly go through this loader, so "
-                           "every process would train on all of it. Write `for batch in loader:` there")  # fmt: skip
+            raise _refused(script, _training_loop(plan) or call, "the loop that calls backward() doesn't visibly go "
+                           f"through the loader of line {call.lineno}, so every process would train on all of it. "
+                           "Write `for batch in loader:` here, with the loader's own name or parameter")  # fmt: skip
     for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
         keeps = any(keyword.arg == "retain_graph" and _is_constant(keyword.value, True) for keyword in call.keywords)
         if keeps and not is_by_hand(plan):
@@ -166,7 +201,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         given = next((keyword.value for keyword in call.keywords if keyword.arg == "sampler"), None)
         if given is None or sampler_of(plan, given) is None or plan.survey.role(call) != LOADER:
             continue
-        if not any(symbol in plan.names(LOADER) for symbol in plan.survey.bound(call)):
+        if not any(symbol in {*plan.names(LOADER), *plan.divided} for symbol in plan.survey.bound(call)):
             raise _refused(script, call, "this loader's part of the data comes from a DistributedSampler, and it isn't "
                            "understood which name the loader gets. Give it one that prepare() can take")  # fmt: skip
     for node in script.nodes(ast.Attribute):
@@ -175,9 +210,16 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         if node.attr == "module" and stays(node):
             raise _refused(script, node, f"`{dotted(node)}` is the model inside DistributedDataParallel, but "
                            f"`{dotted(node.value)}` isn't a model known here")  # fmt: skip
-        if node.attr == "sampler" and stays(node):
+        owners = plan.survey.roots(plan.survey.symbol(node.value))
+        if node.attr == "sampler" and stays(node) and not (owners and all(is_kept(plan, each) for each in owners)):
             raise _refused(script, node, f"`{dotted(node)}` is the part of one process; the sampler of a prepared "
-                           "loader is the whole order. Count with the dataset instead")  # fmt: skip
+                           "loader is the whole order. Use the loader's dataset instead")  # fmt: skip
+    _check_sizes(plan, stays)
+
+
+def _check_sizes(plan: Plan, stays: Callable[[ast.expr], bool]) -> None:
+    """Raise if a number is computed from a world size of unknown origin."""
+    script = plan.script
     for node in script.nodes(ast.BinOp):
         updated = {dotted(target) for target in targets(script.statement(node))}
         for size in ast.walk(node):
@@ -189,6 +231,24 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
                                "number of processes wherever it is set")  # fmt: skip
 
 
+def _training_loop(plan: Plan) -> ast.stmt | None:
+    """Return the innermost loop in which a backward runs."""
+    loops = [loop for loop in plan.script.nodes((ast.For, ast.While)) if plan.survey.trains(loop)]
+    inner = [loop for loop in loops if not any(loop in plan.script.ancestors(other) for other in loops)]
+    return inner[0] if inner else None
+
+
+def _check_wrapped_loaders(plan: Plan) -> None:
+    """Raise if a loader's name stands for an object of a class that wraps it."""
+    for symbol in plan.names(LOADER):
+        for statement, value, _ in plan.survey.assignments(symbol):
+            name = dotted(value.func) if isinstance(value, ast.Call) else ""
+            if name in plan.survey.classes and plan.survey.role(value) is None:
+                raise _refused(plan.script, statement, f"`{symbol.name}` is an object of {name} here, which prepare() "
+                               f"can't divide over processes. Do what {name} does in the dataset, in a collate_fn or "
+                               "in the loop, and go through the DataLoader there")  # fmt: skip
+
+
 def _check_stages(plan: Plan) -> None:
     """Raise if a prepared object is created again after another one of its name was trained."""
     for symbol in dict.fromkeys(symbol for role in PREPARED for symbol in plan.names(role)):
@@ -196,6 +256,7 @@ def _check_stages(plan: Plan) -> None:
             statement
             for statement, value, _ in plan.survey.assignments(symbol)
             if not any(dotted(each) == symbol.name for each in ast.walk(value))  # model = model.to(device)
+            and not plan.is_after_training(statement)
         ]
         for first, second in itertools.pairwise(sorted(made, key=lambda each: each.lineno)):
             if _trained_between(plan, first, second):
@@ -241,8 +302,8 @@ def _check_unfreezing(plan: Plan) -> None:
                                    "Prepare the model again by hand after this line")  # fmt: skip
 
 
-def _is_constant(node: ast.expr | None, value: bool) -> bool:
-    return isinstance(node, ast.Constant) and node.value is value
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
 
 
 def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
@@ -272,7 +333,8 @@ def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
     ]
     if not values:
         return "." not in name
-    return not any(stays(value) for value in values)
+    left = [value for value in values if stays(value)]
+    return len(left) < len(values) and all(_is_constant(value, 1) for value in left)
 
 
 def _refused(script: Script, node: ast.AST, reason: str) -> Refused:

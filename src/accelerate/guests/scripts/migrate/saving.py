@@ -6,8 +6,10 @@ import ast
 
 from .distributed import is_trained
 from .plan import Plan
+from .setup import ahead, insert
 from .source import dotted, method
 
+_WRITTEN = "the main process has written the file by then"
 _UNWRAPPED = "the model's own names, without what prepare() put around it"
 
 
@@ -30,6 +32,21 @@ def change(plan: Plan, prepared_at: dict[int, int]) -> None:
             offset = prepared_at.get(id(plan.script.scope(call)))
             if offset is None or plan.script.start(call) > offset:
                 _unwrap(plan, method_call[1])
+
+
+def wait_before_loading(plan: Plan) -> None:
+    """Wait where a script loads what it has saved: the main process writes it, and all of them read it."""
+    saves = [call for call in plan.script.nodes(ast.Call) if plan.script.path(call.func) == "torch.save"]
+    for call in plan.script.nodes(ast.Call):
+        if plan.script.path(call.func) != "torch.load":
+            continue
+        statement = plan.script.statement(call)
+        scope = plan.script.scope(call)
+        is_later = any(each.lineno < call.lineno and plan.script.scope(each) is scope for each in saves)
+        guards = [outer for outer in plan.script.ancestors(statement) if isinstance(outer, ast.If)]
+        if saves and (is_later or plan.is_after_training(statement)) and not guards:
+            insert(plan, ahead(plan, statement), f"{plan.accelerator}.wait_for_everyone()", _WRITTEN)
+            plan.users.append(call)
 
 
 def _unwrap(plan: Plan, node: ast.expr) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from .plan import LOADER, PREPARED, Plan
+from .creation import Home, find_home
+from .distributed import is_by_hand
+from .plan import LOADER, PREPARED, Plan, UsePoint
 from .source import Edit, Placed, Scope, chosen, dotted, first_line, method
 from .survey import Symbol, parameters
 
@@ -72,23 +74,14 @@ def prepare(plan: Plan) -> dict[int, int]:
             text += "\n"
         insert(plan, point, text, _WHY_PREPARE)
         found[key] = point.offset
-        plan.users.append(_UsePoint(scope, point.offset))
-    if not plan.names(LOADER) and plan.survey.backwards:
+        plan.users.append(UsePoint(scope, point.offset))
+    if not plan.names(LOADER) and plan.survey.backwards and not is_by_hand(plan):
         plan.note(
             plan.survey.backwards[0],
             "no DataLoader was found in the training loop, so every process would train on the same data. Give the "
             "data to a DataLoader and prepare it.",
         )
     return found
-
-
-@final
-class _UsePoint(ast.expr):
-    """A position that needs the Accelerator, in a scope without a node of its own for that."""
-
-    def __init__(self, scope: Scope, offset: int) -> None:
-        super().__init__()
-        self.scope, self.offset = scope, offset
 
 
 def _prepare_scope(plan: Plan, symbol: Symbol) -> Scope:
@@ -102,6 +95,7 @@ def _prepare_scope(plan: Plan, symbol: Symbol) -> Scope:
 def _insertion_point(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
     made = [statement for symbol in symbols for statement, _, _ in plan.survey.assignments(symbol)]
     made = [statement for statement in made if plan.script.scope(statement) is scope]
+    made = [each for each in made if not plan.is_after_training(each)] or made
     if not made:
         return _insertion_point_of_arguments(plan, scope, symbols)
     block, index = _common(plan, made)
@@ -172,17 +166,22 @@ def _is_text(statement: ast.stmt) -> bool:
 
 def create(plan: Plan) -> tuple[set[int], int]:
     """Create the Accelerator before its first use, import it, and return (ids of scopes that see it, its offset)."""
-    users = [user for user in plan.users if isinstance(user, _UsePoint) or not plan.is_removed(user)]
+    users = [user for user in plan.users if isinstance(user, UsePoint) or not plan.is_removed(user)]
     scope: Scope = plan.script.tree if plan.everywhere else _common_scope(plan, users)
     last = _last_import(plan)
-    arguments = _arguments(plan, scope)
-    text = f"{plan.accelerator} = Accelerator({arguments})"
-    if isinstance(scope, ast.Module) and not plan.needs:
+    home = find_home(plan, scope, users)
+    text = f"{plan.accelerator} = Accelerator({_arguments(plan)})"
+    _import(plan, last)
+    if home is not None:
+        point = _insertion_point_at_home(plan, home)
+        lines = [f"global {plan.accelerator}"] if home.is_global else []
+        lines += [text, *(f"{name} = {plan.accelerator}.device" for name in home.moved)]
+        insert(plan, point, "\n".join(lines), _WHY_MADE)
+        plan.edits.insert(0, plan.edits.pop())
+    elif isinstance(scope, ast.Module) and not plan.needs:
         point = _insertion_point_at_head(plan, last)
-        _import(plan, last)
         insert(plan, point, "\n" + text if last is not None else text + "\n", _WHY_MADE)
     else:
-        _import(plan, last)
         point = ahead(plan, _first_user(plan, scope, users))
         insert(plan, point, text, _WHY_MADE)
         # A use at the same offset (prepare) comes after it.
@@ -194,9 +193,15 @@ def create(plan: Plan) -> tuple[set[int], int]:
     return visible, point.offset
 
 
-def _scopes(plan: Plan, user: ast.AST) -> list[Scope]:
-    inner = user.scope if isinstance(user, _UsePoint) else plan.script.scope(user)
-    found: list[Scope] = [inner]
+def _insertion_point_at_home(plan: Plan, home: Home) -> InsertionPoint:
+    if home.after is not None:
+        return after(plan, home.after)
+    body = [statement for statement in home.scope.body if not _is_text(statement)]
+    return ahead(plan, body[0])
+
+
+def _scopes(plan: Plan, user: Placed) -> list[Scope]:
+    found: list[Scope] = [plan.scope_of(user)]
     while not isinstance(found[-1], ast.Module):
         found.append(plan.script.scope(found[-1]))
     return found
@@ -212,7 +217,7 @@ def _common_scope(plan: Plan, users: Sequence[Placed]) -> Scope:
 
 def _first_user(plan: Plan, scope: Scope, users: Sequence[Placed]) -> ast.stmt:
     """Return the first statement of a scope that needs the Accelerator."""
-    first = min(user.offset if isinstance(user, _UsePoint) else plan.script.start(user) for user in users)
+    first = min(map(plan.offset, users))
     body = [statement for statement in scope.body if not _is_text(statement)]
     for statement in body:
         if plan.script.end(statement) >= first or plan.script.line_start((statement.end_lineno or 0) + 1) > first:
@@ -220,37 +225,13 @@ def _first_user(plan: Plan, scope: Scope, users: Sequence[Placed]) -> ast.stmt:
     return body[-1]
 
 
-def _arguments(plan: Plan, scope: Scope) -> str:
-    """Return the constructor's arguments; a condition that isn't known there is taken as true."""
-    if plan.needs and not all(_is_known(plan, need, scope) for need in plan.needs):
-        plan.note(
-            plan.needs[0],
-            f"`{plan.script.text_of(plan.needs[0])}` switches mixed precision here, but isn't known where the "
-            "Accelerator is made; it is on. `accelerate launch --mixed_precision no` switches it off.",
-        )
-        plan.arguments["mixed_precision"] = plan.arguments["mixed_precision"].split(" if ")[0]
-        plan.needs.clear()
+def _arguments(plan: Plan) -> str:
+    """Return the constructor's arguments."""
     arguments = [f"{name}={value}" for name, value in plan.arguments.items()]
     if plan.handlers:
         made = ", ".join(f"{name}({', '.join(values)})" for name, values in plan.handlers.items())
         arguments.append(f"kwargs_handlers=[{made}]")
     return ", ".join(arguments)
-
-
-def _is_known(plan: Plan, need: ast.expr, scope: Scope) -> bool:
-    """Return whether all names of an expression have their values in ``scope`` before the Accelerator's first use."""
-    names = [node for node in ast.walk(need) if isinstance(node, ast.Name)]
-    for name in names:
-        symbol = plan.survey.symbol(name)
-        if symbol is None or (symbol.scope is not scope and not isinstance(symbol.scope, ast.Module)):
-            return False
-        if symbol.name in parameters(scope):
-            continue
-        made = plan.survey.assignments(symbol)
-        first = min((plan.script.start(user) for user in plan.users if not isinstance(user, _UsePoint)), default=0)
-        if not made or (symbol.scope is scope and plan.script.start(made[-1][0]) > first):
-            return False
-    return True
 
 
 def _last_import(plan: Plan) -> ast.stmt | None:
@@ -291,8 +272,10 @@ def _insertion_point_at_head(plan: Plan, last: ast.stmt | None) -> InsertionPoin
 
 
 def _import(plan: Plan, last: ast.stmt | None) -> None:
-    names = ", ".join(sorted(["Accelerator", *plan.handlers]))
+    names = ", ".join(sorted({"Accelerator", *plan.handlers, *plan.imports.pop("accelerate", [])}))
     text = f"from accelerate import {names}"
+    for module, others in sorted(plan.imports.items()):
+        text += f"\nfrom {module} import {', '.join(sorted(set(others)))}"
     insert(plan, _insertion_point_at_head(plan, last), text if last is not None else text + "\n", "the package")
 
 

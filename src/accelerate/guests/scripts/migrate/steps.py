@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from . import precision
 from .plan import LOADER, OPTIMIZER, SCHEDULER, Plan
-from .source import Script, dotted, method
+from .source import dotted, method
 from .survey import SCALER, Symbol
 
 _CLIPPERS: Final = {
@@ -14,9 +15,6 @@ _CLIPPERS: Final = {
     "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
 }  # fmt: skip
 _ONCE: Final = "printed once, not once a process"
-_HALVES: Final = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
-_AUTOCASTS: Final = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast",
-                     "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")  # fmt: skip
 
 
 def change(plan: Plan) -> None:
@@ -30,7 +28,7 @@ def change(plan: Plan) -> None:
                 call.func, f"{plan.accelerator}.{name}", "the norm is that of all processes, in true units under fp16"
             )
     _scaling(plan)
-    _autocast(plan)
+    precision.change(plan)
     _accumulation(plan)
 
 
@@ -99,7 +97,24 @@ def _scaled_step(plan: Plan, call: ast.Call) -> None:
     plan.cut(plan.script.end(optimizer), plan.script.end(call), f".step({rest})", "", call)
 
 
+def _scaler_state(plan: Plan, symbol: Symbol) -> None:
+    """Save and load the state of the Accelerator's scaler, which exists in fp16 only."""
+    scaler = f"{plan.accelerator}.scaler"
+    for call in plan.script.nodes(ast.Call):
+        found = method(call)
+        if found is None or plan.survey.symbol(found[1]) != symbol or plan.is_removed(call):
+            continue
+        if found[0] == "state_dict":
+            plan.replace(call, f"({scaler}.state_dict() if {scaler} else {{}})", "the Accelerator's own scaler")
+        elif found[0] == "load_state_dict" and call.args:
+            state = plan.script.text_of(call.args[0])
+            if isinstance(plan.script.parents[call], ast.Expr):
+                plan.replace(call, f"if {scaler}: {scaler}.load_state_dict({state})", "the Accelerator's own scaler")
+
+
 def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+    is_choice = isinstance(value, ast.IfExp)  # GradScaler() if args.amp else None
+    value = value.body if isinstance(value, ast.IfExp) else value
     if not isinstance(value, ast.Call) or plan.survey.role(value) != SCALER:
         return
     options = [keyword for keyword in value.keywords if keyword.arg not in ("enabled", "device", None)]
@@ -107,7 +122,8 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
         plan.handlers["GradScalerKwargs"] = [
             f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
         ]
-    known = ("scale", "step", "update", "unscale_")
+    _scaler_state(plan, symbol)
+    known = ("scale", "step", "update", "unscale_", "state_dict", "load_state_dict")
     others = [
         node
         for node in plan.script.nodes((ast.Name, ast.Attribute))
@@ -115,74 +131,13 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
         and plan.survey.symbol(node) == symbol
         and not (isinstance(outer := plan.script.parents[node], ast.Attribute) and outer.attr in known)
     ]
-    if others:
+    if others or is_choice:
         plan.replace(value, f"{plan.accelerator}.scaler", "the Accelerator's own scaler; None unless it runs in fp16")
-        plan.note(others[0], f"`{symbol.name}` is used here besides stepping. It is None unless the run is in fp16.")
+        others = [node for node in others if not is_choice]
+        for node in others[:1]:
+            plan.note(node, f"`{symbol.name}` is used here besides stepping. It is None unless the run is in fp16.")
     else:
         plan.remove(statement, "the Accelerator scales losses where fp16 needs it")
-
-
-# --------------------------------------------------------------------------------------------- precision
-
-
-def is_autocast(script: Script, node: ast.AST) -> bool:
-    """Return whether an expression calls one of torch's autocast contexts."""
-    return isinstance(node, ast.Call) and script.path(node.func) in _AUTOCASTS
-
-
-def _autocast(plan: Plan) -> None:
-    found = [call for call in plan.script.nodes(ast.Call) if is_autocast(plan.script, call)]
-    switches: list[tuple[str, ast.expr | None]] = []
-    for call in found:
-        if not isinstance(plan.script.parents[call], ast.withitem):
-            plan.note(call, "autocast is used other than in a `with` statement; it is left as it is.")
-            continue
-        precision = _precision_of(plan, call)
-        enabled = next((keyword.value for keyword in call.keywords if keyword.arg == "enabled"), None)
-        switches.append((precision, enabled))
-        plan.replace(call, f"{plan.accelerator}.autocast()", "the Accelerator's precision, which the constructor names")
-    if not switches:
-        return
-    plan.note(
-        found[0], "a prepared model computes in the Accelerator's precision wherever it is called, not only here."
-    )
-    precision, enabled = switches[0]
-    if isinstance(enabled, ast.Constant):
-        enabled, precision = None, precision if enabled.value else "no"
-    if enabled is None:
-        plan.arguments["mixed_precision"] = f'"{precision}"'
-    else:
-        plan.arguments["mixed_precision"] = f'"{precision}" if {plan.script.text_of(enabled)} else "no"'
-        plan.needs.append(enabled)
-
-
-def _precision_of(plan: Plan, call: ast.Call) -> str:
-    given = next((keyword.value for keyword in call.keywords if keyword.arg == "dtype"), None)
-    if given is None and len(call.args) > 1:
-        given = call.args[1]
-    found = _half(plan, given)
-    if found is not None:
-        return found
-    device = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "device_type"), None)
-    if given is None:
-        on_host = isinstance(device, ast.Constant) and device.value == "cpu"
-        return "bf16" if on_host or ".cpu." in plan.script.path(call.func) else "fp16"
-    scales = any(plan.survey.role_of(symbol) == SCALER for symbol in plan.survey._assigned)
-    guess = "fp16" if scales else "bf16"
-    plan.note(call, f"`{plan.script.text_of(given)}` isn't known before the script runs; {guess} is taken. Change the "
-              "constructor's mixed_precision if that is wrong.")  # fmt: skip
-    return guess
-
-
-def _half(plan: Plan, node: ast.expr | None) -> str | None:
-    if node is None:
-        return None
-    path = plan.script.path(node)
-    if path in _HALVES:
-        return _HALVES[path]
-    symbol = plan.survey.symbol(node)
-    values = [] if symbol is None else [value for _, value, _ in plan.survey.assignments(symbol)]
-    return _half(plan, values[0]) if len(values) == 1 and isinstance(values[0], ast.Attribute) else None
 
 
 # -------------------------------------------------------------------- accumulation, schedules, printing
@@ -209,7 +164,7 @@ def _accumulation(plan: Plan) -> None:
             )
 
 
-def schedule(plan: Plan, *, by_hand: bool) -> None:
+def schedule(plan: Plan, *, by_hand: bool, keeps_batch: bool = False) -> None:
     """Choose the scheduler's mode so that learning rates follow the same curve on any number of processes.
 
     A schedule that steps once per epoch doesn't change. One that steps in every batch is made either for the number of
@@ -217,7 +172,7 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
     distributed script, for a number of updates. The mode applies to all schedulers: if some step in every batch and
     others once per epoch, one call stays one step.
     """
-    if not plan.names(SCHEDULER):
+    if not plan.names(SCHEDULER) or keeps_batch:  # one step is that of one process then
         return
     made = plan.survey.assignments(plan.names(SCHEDULER)[0])
     location: ast.AST = made[0][0] if made else plan.script.tree

@@ -35,6 +35,7 @@ _BARS: Final = frozenset({"tqdm", "enumerate", "track", "progress"})
 _FOR_EVALUATION: Final = re.compile(
     r"(^|[._])(val|valid|validation|test|eval|evaluation|dev)(?=[._\d]|loader|dl|$)", re.I
 )
+_NAMED_LIKE_OPTIMIZERS: Final = re.compile(r"optim|(^|[._])opt(_|$)", re.IGNORECASE)
 _NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$", re.IGNORECASE)
 
 
@@ -160,18 +161,20 @@ class Survey:
             return set()
         seen |= {symbol}
         if not isinstance(symbol.scope, (ast.Module, ast.ClassDef)) and symbol.name in parameters(symbol.scope):
-            handed = [self.roots(each, seen) for each in self._arguments(symbol)]
+            handed = [self.roots(each, seen) for each in self.arguments(symbol)]
             found = set[Symbol]().union(*handed)
             return found or {symbol}
-        values = [_inside_bars(value) for _, value, _ in self.assignments(symbol)]
+        values = [_inside_bars(each) for _, value, _ in self.assignments(symbol) for each in _choices(value)]
         names = [value for value in values if isinstance(value, (ast.Name, ast.Attribute))]
         copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
         made = [value for value in values if not isinstance(value, (ast.Name, ast.Attribute))]
         return copies if copies and not made else {symbol}
 
-    def _arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
+    def arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
         """Yield the symbols that callers pass for a parameter."""
         function, name = symbol.scope, symbol.name
+        if name not in parameters(function):
+            return
         owner = self.script.parents.get(function)
         is_method = isinstance(owner, ast.ClassDef)
         position = parameters(function).index(name) - (1 if is_method else 0)
@@ -236,12 +239,20 @@ class Survey:
             and _NAMED_LIKE_MODELS.search(dotted(method_call[1]) or "")
         ):
             return MODEL
-        if last in self.functions and (path == last or path.startswith("self.")):
+        if last in self.functions and (path == last or path.startswith("self.") or self._is_own_method(last)):
             return self._role_of_result(self.functions[last][0], depth)
+        if method_call is not None and last in ("configure_optimizers", "configure_optimizer"):
+            return OPTIMIZER  # of a model that another file defines
         takes_parameters = any(is_parameters_call(inner) for each in call.args for inner in ast.walk(each))
-        if takes_parameters and (last[:1].isupper() or "optim" in ast.unparse(call.func).lower()):
+        if takes_parameters and (last[:1].isupper() or _NAMED_LIKE_OPTIMIZERS.search(ast.unparse(call.func))):
             return OPTIMIZER
         return None
+
+    def _is_own_method(self, name: str) -> bool:
+        """Return whether one class of the script, a torch module, has the only function of this name."""
+        functions = self.functions[name]
+        owner = self.script.parents.get(functions[0])
+        return len(functions) == 1 and isinstance(owner, ast.ClassDef) and self.is_module_class(owner.name)
 
     def _role_by_path(self, path: str, last: str) -> Role:
         if path.startswith("torch.optim.lr_scheduler.") or _SCHEDULE.search(path):
@@ -275,6 +286,16 @@ class Survey:
                 return found
         return None
 
+    def item_of(self, value: ast.expr, position: int | None) -> ast.expr:
+        """Return the value of a name: of ``a, b = f()``, the item that the script's function ``f`` returns for it."""
+        if position is None or not isinstance(value, ast.Call):
+            return value
+        functions = self.functions.get(dotted(value.func).rpartition(".")[2], [])
+        result = _returned(functions[0]) if functions else None
+        if isinstance(result, ast.Tuple) and position < len(result.elts):
+            return result.elts[position]
+        return value
+
     @functools.cached_property
     def _made_by_statements(self) -> set[str]:
         """The names of functions, classes and imports."""
@@ -305,6 +326,20 @@ class Survey:
         }
         while new := {name for name, calls in called.items() if name not in names and calls & {_BACKWARD, *names}}:
             names |= new
+        return names
+
+    @functools.cached_property
+    def called_in_training(self) -> set[str]:
+        """The functions that training loops call, directly or in a called function, with the models' ``forward``."""
+        loops = [loop for loop in self.script.nodes((ast.For, ast.While)) if self.trains(loop)]
+        names = set[str]().union(*(self._called_in(loop) for loop in loops)) & set(self.functions)
+        names |= {"forward"} & set(self.functions)
+        waiting = list(names)
+        while waiting:
+            for function in self.functions[waiting.pop()]:
+                new = (set(self._called_in(function)) & set(self.functions)) - names
+                names |= new
+                waiting += new
         return names
 
     def trains(self, node: ast.AST) -> bool:
@@ -380,8 +415,11 @@ class Survey:
             if role in (OPTIMIZER, SCHEDULER) and self.roots(symbol) == {symbol} and not self._is_only_returned(symbol):
                 found[role][symbol] = None
         for call in self.script.nodes(ast.Call):
-            if isinstance(call.func, ast.Attribute) and is_parameters_call(call) and self._makes_optimizer(call):
-                base = call.func.value
+            if not isinstance(call.func, ast.Attribute):
+                continue
+            base = call.func.value
+            makes = self._is_asked_for_optimizer(call) or (is_parameters_call(call) and self._makes_optimizer(call))
+            if makes and not (dotted(base) == "self" and self._returns_optimizer(self.script.scope(call))):
                 found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
         for loop in self.loops:
             if loop.trains:
@@ -389,6 +427,21 @@ class Survey:
         self._add_iterated(found)
         self._add_undefined(found)
         return {role: list(symbols) for role, symbols in found.items()}
+
+    def _is_asked_for_optimizer(self, call: ast.Call) -> bool:
+        """Return whether a call is ``model.configure_optimizers()``, whatever its name."""
+        found = method(call)
+        if found is None or not dotted(found[1]) or found[0] in _KEEPS_ROLE:
+            return False
+        is_of_module = found[0] in self.functions and self._is_own_method(found[0])
+        role = self.role(call) if is_of_module or found[0].startswith("configure_optimizer") else None
+        return role == OPTIMIZER or (isinstance(role, list) and OPTIMIZER in role)
+
+    def _returns_optimizer(self, scope: Scope) -> bool:
+        if isinstance(scope, ast.Module):
+            return False
+        role = self._role_of_result(scope, 0)
+        return role == OPTIMIZER or (isinstance(role, list) and OPTIMIZER in role)
 
     def _is_only_returned(self, symbol: Symbol) -> bool:
         """Return whether a function creates it for its callers, which have their own name for it."""
@@ -456,12 +509,14 @@ class Survey:
         for call in self.script.nodes(ast.Call):
             name = dotted(call.func)
             if name in ("iter", "cycle", "itertools.cycle") and call.args and self.trains(self.script.scope(call)):
-                roots = self.roots(self.symbol(call.args[0]))
-                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+                found[LOADER].update(dict.fromkeys(self._training_loaders(call.args[0])))
         for loop in self.script.nodes((ast.ListComp, ast.GeneratorExp)):  # [training_step(batch) for batch in loader]
             for name in _names_in(loop.generators[0].iter) if self.trains(loop) else ():
-                roots = self.roots(self.symbol(name))
-                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+                found[LOADER].update(dict.fromkeys(self._training_loaders(name)))
+
+    def _training_loaders(self, name: ast.AST) -> list[Symbol]:
+        roots = [root for root in self.roots(self.symbol(name)) if self.role_of(root) == LOADER]
+        return [root for root in roots if not _FOR_EVALUATION.search(root.name)]
 
     def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
         """Add names that are used like an optimizer, a scheduler or a model but defined outside of this script."""
@@ -517,6 +572,21 @@ def derived(value: ast.expr, names: set[str]) -> bool:
     if isinstance(value, (ast.DictComp, ast.ListComp, ast.GeneratorExp)):
         return all(derived(each.iter, names) for each in value.generators)
     return False
+
+
+def _choices(value: ast.expr) -> list[ast.expr]:
+    """Return the models in ``model.module if ddp else model``; other expressions are returned unchanged."""
+    found = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    inner = [_inside_wrapper(each) for each in found]
+    return inner if all(dotted(each) for each in inner) else [value]
+
+
+def _inside_wrapper(node: ast.expr) -> ast.expr:
+    """Return ``model`` of ``model.module`` and of ``accelerator.unwrap_model(model)``."""
+    if isinstance(node, ast.Attribute) and node.attr == "module":
+        return node.value
+    found = method(node)
+    return node.args[0] if found and found[0] == "unwrap_model" and isinstance(node, ast.Call) and node.args else node
 
 
 def _returned(function: Function) -> ast.expr | None:

@@ -1,0 +1,113 @@
+"""What changes with the number of processes: the global batch, random numbers, and the lengths of progress bars."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from .plan import LOADER, Plan
+from .source import dotted, method
+
+_DRAWS: Final = frozenset(
+    {
+        "rand", "randn", "randint", "randperm", "normal", "bernoulli", "rand_like", "randn_like", "randint_like",
+        "multinomial", "uniform", "choice", "shuffle", "sample", "random",
+    }
+)  # fmt: skip
+_DRAWING_METHODS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "random_"})
+_SEEDS: Final = frozenset({"manual_seed", "manual_seed_all", "seed", "set_seed", "seed_everything", "seed_all"})
+_BARS: Final = ("tqdm", "trange")
+_SPLIT: Final = "DataLoaderConfiguration"
+
+
+def note_draws(plan: Plan) -> None:
+    """Note where a seeded script draws random numbers in training: all processes draw the same."""
+    seeds = [call for call in plan.script.nodes(ast.Call) if dotted(call.func).rpartition(".")[2] in _SEEDS]
+    found = [call for call in plan.script.nodes(ast.Call) if _draws(plan, call) and plan.is_in_training(call)]
+    if not seeds or not found:
+        return
+    others = list(dict.fromkeys(call.lineno for call in found[1:] if call.lineno != found[0].lineno))
+    also = f" (and in line {', '.join(map(str, others))})" if others else ""
+    plan.note(
+        found[0],
+        f"line {seeds[0].lineno} gives all processes the same seed, so all of them draw the same numbers here{also}. "
+        "`accelerate.utils.set_seed(seed, device_specific=True)` after prepare() gives each its own.",
+    )
+
+
+def _draws(plan: Plan, call: ast.Call) -> bool:
+    if any(keyword.arg == "generator" for keyword in call.keywords):
+        return False
+    path = plan.script.path(call.func)
+    if path.startswith(("torch.", "numpy.random.", "random.")):
+        return path.rpartition(".")[2] in _DRAWS and path.count(".") <= 2
+    return (method(call) or ("",))[0] in _DRAWING_METHODS and not path.startswith("torch.nn.init")
+
+
+def global_batch(plan: Plan, *, keeps: bool) -> None:
+    """Share each batch over the processes if the global batch is kept, else note that it grows with them."""
+    made = [
+        value
+        for symbol in plan.names(LOADER)
+        for _, value, _ in plan.survey.assignments(symbol)
+        if isinstance(value, ast.Call)
+    ]
+    if not made or not plan.survey.backwards:
+        return
+    if keeps:
+        plan.arguments["dataloader_config"] = f"{_SPLIT}(split_batches=True)"
+        plan.imports["accelerate"].append(_SPLIT)
+        plan.note(
+            made[0],
+            "the processes share each batch of this size, which has to be a multiple of their number. They take the "
+            "steps of one process.",
+        )
+        return
+    plan.note(
+        made[0],
+        "each process takes batches of this size, so N processes take N times as many samples in a step, and 1/N of "
+        "the steps in an epoch. `accelerate migrate --keep_batch` divides each batch over the processes instead.",
+    )
+
+
+def bars(plan: Plan, is_visible: set[int], after: int, prepared_at: dict[int, int]) -> None:
+    """Give progress bars the length of the prepared loader, and draw them on one process."""
+    for call in plan.script.nodes(ast.Call):
+        if plan.script.path(call.func).rpartition(".")[2] not in _BARS or plan.is_removed(call):
+            continue
+        scope = plan.script.scope(call)
+        start = plan.script.start(call)
+        if start > prepared_at.get(id(scope), start):
+            for name in _lengths(call):
+                _measure_again(plan, name)
+        is_late = not isinstance(scope, ast.Module) or start > after
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if id(scope) in is_visible and is_late and arguments and not any(w.arg == "disable" for w in call.keywords):
+            end = max(map(plan.script.end, arguments))
+            text = f", disable=not {plan.accelerator}.is_local_main_process"
+            plan.cut(end, end, text, "drawn once, not once a process", call)
+
+
+def _lengths(call: ast.Call) -> list[ast.Name]:
+    """Return the names in a bar's length: of ``tqdm(total=n)``, ``tqdm(range(n))`` and ``trange(n)``."""
+    places: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg == "total"]
+    places += [each for each in call.args if dotted(call.func).endswith("trange") or isinstance(each, ast.Call)]
+    return [name for place in places for name in ast.walk(place) if isinstance(name, ast.Name)]
+
+
+def _measure_again(plan: Plan, name: ast.Name) -> None:
+    """Replace a number of steps that was counted before ``prepare`` by the expression that counts them."""
+    symbol = plan.survey.symbol(name)
+    made = plan.survey.assignments(symbol) if symbol is not None else []
+    if len(made) != 1 or made[0][2] is not None:
+        return
+    value = made[0][1]
+    measured = [
+        call
+        for call in plan.script.nodes(ast.Call, value)
+        if dotted(call.func) == "len" and call.args and plan.is_prepared(call.args[0], LOADER)
+    ]
+    if measured and plan.script.scope(value) is plan.script.scope(name):
+        plan.replace(
+            name, plan.script.text_of(value), "the steps of one process, counted again after prepare()", uses=False
+        )
