@@ -754,13 +754,7 @@ class Accelerator(ReplaceableSteps):
     def prepare(self, one: One, /, *, device_placement: Placed = None) -> One: ...
     @overload
     def prepare(
-        self,
-        one: One,
-        two: Optimizer,
-        three: DataLoader[Batch],
-        /,
-        *rest: Unpack[Rest],
-        device_placement: Placed = None,
+        self, one: One, two: Optimizer, data: DataLoader[Batch], /, *rest: Unpack[Rest], device_placement: Placed = None
     ) -> tuple[One, AcceleratedOptimizer, TypedLoader[Batch], Unpack[Rest]]: ...
     @overload
     def prepare(

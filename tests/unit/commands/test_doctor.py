@@ -219,7 +219,7 @@ def test_several_scripts_are_not_run_together(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_guide_explains_each_rule() -> None:
-    guide = (EXAMPLES.parent / "docs" / "guides" / "doctor.md").read_text()
+    guide = (EXAMPLES.parent / "docs" / "reference" / "doctor_rules.md").read_text()
     listed = re.findall(r"^\| (D\d{3}) \| (\w+) \|", guide, re.MULTILINE)
     assert listed == [(rule.code, rule.severity.value) for rule in RULES]
     fixable = re.findall(r"^\| (D\d{3}) \| \w+ \|.*\| yes \|$", guide, re.MULTILINE)

@@ -82,6 +82,10 @@ class Subject:
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name's value has this role and is passed to `prepare`."""
+        symbol = self.survey.symbol(node)
+        values = [] if symbol is None else [value for _, value, _ in self.survey.assignments(symbol)]
+        if any((method(value) or ("",))[0] == "unwrap_model" for value in values):
+            return False
         return bool(self.roots(node) & self.prepared) and self.role(node) == role
 
     def bound(self, call: ast.Call) -> set[Symbol]:
