@@ -80,6 +80,7 @@ def calls(accelerator: Accelerator, model: Any, folder: str) -> dict[str, Callab
         "export_model": lambda: accelerator.export_model(model, f"{folder}/exported"),
         "get_state_dict": lambda: accelerator.save(accelerator.get_state_dict(model), f"{folder}/state.bin"),
         "save": lambda: accelerator.save({"number": 1}, f"{folder}/number.bin"),
+        "fingerprint": accelerator.fingerprint,
         "unwrap_model": lambda: torch.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/own.bin"),
         "wait_for_checkpoint": accelerator.wait_for_checkpoint,
         "init_trackers": lambda: accelerator.init_trackers("project", {"lr": 0.1}),

@@ -422,6 +422,7 @@ def calls(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         "save_state": lambda: accelerator.save_state(folder / "state"),
         "wait_for_checkpoint": accelerator.wait_for_checkpoint,
         "compare_replicas": accelerator.compare_replicas,
+        "fingerprint": accelerator.fingerprint,
         "stream_weights": lambda: list(accelerator.stream_weights(ready["all"][0])),
         "init_trackers": lambda: accelerator.init_trackers("run"),
         "get_tracker": lambda: accelerator.get_tracker("none"),

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from ...distributed.random import capture_host_streams
 from ...errors import PreparationError
+from ...modules import is_sharded
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -35,6 +36,13 @@ def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -
     Raises:
         PreparationError: a tensor is laid out in a way that has no whole rows.
     """
+    state = run.strategy.state
+    named = [parameter for model in run._wrapped_models for _, parameter in state.named_parameters(model)]
+    if not state.is_whole() and not any(map(is_sharded, named)):
+        raise PreparationError(
+            f"fingerprint() under {run.distributed_type.value}: no rank holds whole rows of the parameters. Compare "
+            "checkpoints, or use replicas or FSDP 2."
+        )
     whole = hashlib.sha256()
     for name, value in _values(run):
         whole.update(f"{name} ".encode() + (_hash(name, value) if isinstance(value, torch.Tensor) else _plain(value)))
