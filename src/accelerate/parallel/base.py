@@ -221,11 +221,17 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``clipping.max_norm``; return the norm before scaling."""
+        if any(map(is_sharded, parameters)):  # of a model that wasn't prepared
+            from .gradient_norm import clip_sharded_grad_norm
+
+            return clip_sharded_grad_norm(parameters, *clipping, self.world.device)
         return torch.nn.utils.clip_grad_norm_(parameters, *clipping)
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        from .gradient_norm import clip_sharded_grad_value
+
+        clip_sharded_grad_value(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 

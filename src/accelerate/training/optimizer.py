@@ -130,6 +130,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Closure | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update the parameters, if this step completes a window and no gradient is infinite."""
         gradient_state = self.gradient_state
+        if not gradient_state.awaits_step and self._is_made_ready():
+            return self.optimizer.step()
         if not gradient_state.sync_gradients:
             return None
         self._has_stepped = True
@@ -146,6 +148,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for hook in hooks.after_step:
             hook(self)
         return result
+
+    def _is_made_ready(self) -> bool:
+        """Return whether this step is no update: torch's state-dict functions create state so, at a rate of 0."""
+        if self.optimizer.state or not all("lr" in group and not group["lr"] for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def before_first_step(self, look: Callable[[], object]) -> None:
         """Call ``look`` before the first update."""
