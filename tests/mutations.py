@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -310,9 +311,18 @@ class Lines:
         return {line: [test for test in tests if test in self.seconds] for line, tests in found.items()}
 
     def chosen(self, tests: tuple[str, ...]) -> list[str]:
-        """At most `MAX_TESTS`: first those that execute the fewest lines, since these are about this place."""
+        """At most `MAX_TESTS`, with one of each test function first.
+
+        Tests that execute fewer lines precede, since these are about this place.
+        """
+        turns: Counter[str] = Counter()
+        ranked: list[tuple[int, int, str]] = []
+        for num_lines, test in sorted((self.num_lines[test], test) for test in tests):
+            function = test.partition("[")[0]
+            ranked.append((turns[function], num_lines, test))
+            turns[function] += 1
         chosen, seconds = [], 0.0
-        for test in sorted(tests, key=lambda test: (self.num_lines[test], test)):
+        for _, _, test in sorted(ranked):
             if len(chosen) < MAX_TESTS and seconds + self.seconds[test] <= LIMIT_SECONDS / 5:
                 chosen.append(test)
                 seconds += self.seconds[test]
