@@ -240,6 +240,32 @@ def test_the_next_sample_of_a_resumed_stream_draws_as_in_the_saved_pass(draw: Ca
     assert next(iter(resumed)) == expected
 
 
+def test_a_stream_that_saves_its_position_reads_nothing_twice() -> None:
+    class Counted(Stream):
+        position = 0
+
+        def __iter__(self):
+            while self.position < self.size:
+                self.position += 1
+                yield self.position - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+            loaded.append(self.position)
+
+    loaded: list[int] = []
+    batches = iter(loader := prepare_data_loader(DataLoader(Counted(6))))
+    next(batches), next(batches)
+    state = copy.deepcopy(loader.state_dict())
+    resumed = prepare_data_loader(DataLoader(Counted(6)))
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).tolist() == [2]
+    assert loaded == [2]
+
+
 def test_the_loader_that_delivered_last_is_the_active_one() -> None:
     gradient_state = GradientState.create()
     first, second = (prepared(range(6), batch_size=2, prepare={"gradient_state": gradient_state}) for _ in range(2))
