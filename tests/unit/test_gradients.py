@@ -117,6 +117,16 @@ def test_gradients_of_an_open_window_are_protected_wherever_the_loop_clears_them
     assert protected == [False, True, True, False] * 2
 
 
+def test_backward_passes_are_counted_across_windows() -> None:
+    gradient_state = GradientState.create(Plugin(num_steps=2))
+    counts = []
+    for _ in range(3):
+        gradient_state.advance()
+        gradient_state.note_backward()
+        counts.append(gradient_state.num_backwards)
+    assert counts == [1, 2, 3]
+
+
 def test_who_decides_the_sync_decides_the_clearing() -> None:
     gradient_state = GradientState.create(Plugin(num_steps=2))
     gradient_state.advance()

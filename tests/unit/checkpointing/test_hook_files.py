@@ -127,6 +127,22 @@ def test_a_kill_inside_a_hook_tears_nothing(tmp_path: Path) -> None:
     }
 
 
+def test_files_of_a_killed_hook_that_cant_be_removed_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_child(lambda: save(tmp_path / "new", 2, writing("two", then=lambda: os._exit(9))))
+    unlink = os.unlink
+
+    def refuse(path: str | Path, **where: Any) -> None:
+        if os.path.basename(path) == "config.json":
+            raise PermissionError(path)
+        unlink(path, **where)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    save(tmp_path / "new", 3, writing("three"))
+    assert loaded(tmp_path / "new") == (3, "three")
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_a_kill_at_any_move_tears_nothing(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "ck", 1, writing("one"))

@@ -50,6 +50,16 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     assert (value, found.step, Path(found.folder).name, found.skipped) == (10.0, 10, "checkpoint_10", {})
 
 
+def test_resuming_takes_the_options_of_a_load(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    model = torch.nn.Module()
+    model.w, model.new = (torch.nn.Parameter(torch.full((2,), -1.0)) for _ in range(2))
+    with pytest.raises(CheckpointError, match="new"):
+        resume_checkpoint(tmp_path, models=[model])
+    assert resume_checkpoint(tmp_path, models=[model], strict=False) is not None
+    assert (model.w[0].item(), model.new[0].item()) == (3.0, -1.0)
+
+
 def test_a_broken_one_is_passed_over_with_its_reason(tmp_path: Path) -> None:
     options = numbered(tmp_path)
     folders = [save(options, value) for value in range(2)]

@@ -238,6 +238,8 @@ def test_the_classic_format_has_the_older_names_and_the_manifest_says_so(tmp_pat
     manifest = json.loads((tmp_path / "ck" / "manifest.json").read_text())
     assert manifest["checkpoint_format"] == "classic"
     assert sorted(manifest["pickled"]) == sorted(set(files(tmp_path / "ck")) - {"manifest.json"})
+    streams = torch.load(tmp_path / "ck" / "random_states_0.pkl", weights_only=False)
+    assert streams["numpy_random_seed"][1].dtype == np.random.get_state()[1].dtype
 
 
 @pytest.mark.parametrize("checkpoint_format", ["safe", "classic"])

@@ -359,3 +359,12 @@ def test_the_manifest_records_what_was_saved(tmp_path: Path) -> None:
     assert (manifest.step, manifest.strategy, manifest.world_size) == (7, "MULTI_CPU", 1)
     assert manifest.details == {"epoch": 2, "metrics": {"loss": 0.5}}
     assert manifest.pickled == ("x.pkl",)
+
+
+def test_an_unlocked_folder_is_free_and_its_lock_is_closed(tmp_path: Path) -> None:
+    descriptor = store_module.lock(tmp_path)
+    assert store_module.is_locked(tmp_path)
+    store_module.unlock(descriptor)
+    assert not store_module.is_locked(tmp_path)
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(descriptor)

@@ -213,3 +213,10 @@ def test_loaded_weights_do_not_follow_the_file(tmp_path: Path) -> None:
             file.write(b"\0" * 200)
         assert model[0].weight.sum() == 64
         (tmp_path / "model.safetensors").write_bytes(before)
+
+
+def test_a_pickle_is_read_to_the_map_location(tmp_path: Path) -> None:
+    model = layers(1)
+    save_model(model.state_dict(), tmp_path, safe_serialization=False)
+    load_weights(model, tmp_path, map_location="meta", assign=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

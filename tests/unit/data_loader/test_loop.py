@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import random
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -220,6 +222,48 @@ def test_batches_skipped_after_a_finished_epoch_are_those_of_the_next() -> None:
     resumed = shuffled("generator")
     resumed.load_state_dict(state)
     assert numbers(skip_first_batches(resumed, 1)) == expected[1:]
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.rand])
+def test_the_next_sample_of_a_resumed_stream_draws_as_in_the_saved_pass(draw: Callable[[], float]) -> None:
+    class Noisy(Stream):
+        def __iter__(self):
+            return (index + draw() for index in range(self.size))
+
+    batches = iter(loader := prepare_data_loader(DataLoader(Noisy(5))))
+    next(batches), next(batches)
+    state = copy.deepcopy(loader.state_dict())
+    expected = next(batches)
+    draw()
+    resumed = prepare_data_loader(DataLoader(Noisy(5)))
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)) == expected
+
+
+def test_a_stream_that_saves_its_position_reads_nothing_twice() -> None:
+    class Counted(Stream):
+        position = 0
+
+        def __iter__(self):
+            while self.position < self.size:
+                self.position += 1
+                yield self.position - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+            loaded.append(self.position)
+
+    loaded: list[int] = []
+    batches = iter(loader := prepare_data_loader(DataLoader(Counted(6))))
+    next(batches), next(batches)
+    state = copy.deepcopy(loader.state_dict())
+    resumed = prepare_data_loader(DataLoader(Counted(6)))
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).tolist() == [2]
+    assert loaded == [2]
 
 
 def test_the_loader_that_delivered_last_is_the_active_one() -> None:
@@ -628,6 +672,20 @@ def test_what_a_loader_has_for_good_is_kept_with_a_remark(name: str, value: Any)
         loader.multiprocessing_context = "fork"
 
 
+def test_workers_start_in_the_context_of_the_loader() -> None:
+    context = multiprocessing.get_context(multiprocessing.get_start_method())
+    started = []
+
+    class Recording(type(context)):
+        def Process(self, *args: Any, **kwargs: Any) -> Any:
+            started.append(args)
+            return context.Process(*args, **kwargs)
+
+    loader = prepared(range(4), batch_size=2, num_workers=1, multiprocessing_context=Recording())
+    assert numbers(loader) == [[0, 1], [2, 3]]
+    assert len(started) == 1
+
+
 # -- dispatching in one process, refusals ------------------------------------------------------------------
 
 
@@ -636,6 +694,19 @@ def test_one_process_can_dispatch_to_itself() -> None:
     assert isinstance(loader, DataLoaderDispatcher)
     seen = [(batch.tolist(), loader.end_of_dataloader, loader.coverage.valid) for batch in loader]
     assert seen == [([0, 1], False, (2,)), ([2, 3], False, (2,)), ([4], True, (1,))]
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_each_member_of_a_dispatched_batch_is_divided(share: int) -> None:
+    def collate(rows: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, list[int], tuple[torch.Tensor, ...]]:
+        values = torch.stack([row[0] for row in rows])
+        return values, values.tolist(), (values * 10,)
+
+    split = {"dispatch_batches": True, "split_batches": True}
+    loader = prepared(TensorDataset(torch.arange(4)), share, 2, prepare=split, batch_size=4, collate_fn=collate)
+    ((values, plain, (tens,)),) = loader
+    mine = [2 * share, 2 * share + 1]
+    assert (values.tolist(), plain, (tens // 10).tolist()) == (mine, mine, mine)
 
 
 def test_dispatching_needs_device_placement() -> None:

@@ -113,6 +113,21 @@ def test_a_long_wait_logs_whom_it_is_for(monkeypatch: pytest.MonkeyPatch, caplog
     assert said == {"Rank 0 and 1 other wait for rank 1 of 3"}
 
 
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_a_missing_rank_0_is_logged_until_it_admits_this_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_admitted: bool
+) -> None:
+    """Then rank 0 logs for the ranks that it has admitted."""
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.1)
+    store = HashStore()
+    if is_admitted:
+        store.add("num_worlds", 1)
+        store.set("world_1/open", "rank 0")
+    call(store, identity(1, 3), seconds=0.5)
+    said = {record.getMessage().partition(";")[0] for record in caplog.records}
+    assert said == (set() if is_admitted else {"Rank 1 and 2 others of its host wait for rank 0"})
+
+
 @pytest.mark.skipif(os.name != "posix", reason="torch's own listening socket is kept there")
 @pytest.mark.skipif(is_torch_version("<", "2.8"), reason="torch before 2.8 takes no listening socket")
 def test_a_store_at_an_ipv4_address_sees_clients_under_addresses_that_etc_hosts_names() -> None:

@@ -57,6 +57,7 @@ def test_preparing_where_nothing_is_replaced_changes_nothing() -> None:
     held = list(optimizer.param_groups[0]["params"])
     Accelerator(cpu=True).prepare(model, optimizer)
     assert all(a is b for a, b in zip(held, optimizer.param_groups[0]["params"], strict=True))
+    assert optimizer.param_groups[0]["foreach"] is None  # torch updates them jointly where it can
 
 
 @pytest.mark.parametrize(

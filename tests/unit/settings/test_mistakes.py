@@ -296,6 +296,11 @@ def test_what_is_right_is_not_refused(flags: dict[str, Any]) -> None:
     collect({}, {}, flags=flags)
 
 
+def test_a_flag_for_hardware_replaces_the_kind_that_a_variable_asks_for() -> None:
+    found = collect({}, {"ACCELERATE_USE_CPU": "true"}, flags={"multi_gpu": True, "num_processes": 2})
+    assert found.launch.multi_gpu is True
+
+
 WARNINGS = {
     "a key of other programs": Mistake(
         ("`mpirun_config.cable`", "config.yaml:3", "no option has this name"),

@@ -99,6 +99,14 @@ def test_explain_lists_every_value_in_use_and_masks_secrets() -> None:
     assert sources == sorted(sources)  # what was given stands at the beginning
 
 
+def test_explain_aligns_the_sources_of_values_of_up_to_40_characters() -> None:
+    flags = {"main_process_ip": "a" * 40, "main_training_function": "b" * 50}
+    lines = str(collect({}, {}, flags=flags).explain()).splitlines()
+    ip = next(line for line in lines if "a" * 40 in line)
+    machines = next(line for line in lines if line.startswith("--num_machines "))
+    assert ip.index("flag --main_process_ip") == machines.index("default")
+
+
 # Groups
 
 
