@@ -135,3 +135,15 @@ def test_every_script_of_the_corpus_trains_the_same(name: str) -> None:
     path, arguments = SCRIPTS[name], ARGUMENTS.get(name, "").format(port=free_port()).split()
     for comparison in verify(migrate(path.read_text(), path.name), path, arguments, 6):
         assert not comparison.differences, comparison.table()
+
+
+@slow
+def test_a_loss_is_compared_before_a_scaler_scales_it(tmp_path: Path) -> None:
+    scaled = SCRIPT.replace(".cuda()", "").replace('.to("cuda")', "").replace("nn.Dropout(0.5), ", "")
+    scaled = scaled.replace("loss.backward()", "scaler.scale(loss).backward()").replace("float(sys.argv[1])", "0.05")
+    scaled = scaled.replace("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()")
+    scaled = scaled.replace("for epoch", 'scaler = torch.amp.GradScaler("cpu")\nfor epoch', 1)
+    path = tmp_path / "scaled.py"
+    path.write_text(scaled)
+    for comparison in verify(migrate(scaled, path.name), path, [], 4):
+        assert not comparison.differences, comparison.table()

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....accelerator import Accelerator
 from ....data_loader import PreparedLoader
@@ -61,6 +62,7 @@ class Recorder:
         self._reduces = False  # the next backward pass averages gradients over the ranks
         self._num_reductions = 0  # since the last step
         self._num_clips = 0  # since the last step
+        self._unscaled: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by scaled loss: a tuple of the loss
         self._line = 0  # of the script's last backward pass
         self._is_resumed = not conditions.resumes_from
         self._passes: list[object] = []  # the passes through prepared loaders that have begun, the outermost first
@@ -70,6 +72,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to record torch and the Accelerator in this process."""
         wrap(torch.autograd, "backward", self._recording)
+        wrap(torch.amp.GradScaler, "scale", self._scaling)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         wrap(torch.autocast, "__enter__", self._noting)
@@ -106,11 +109,21 @@ class Recorder:
 
         return forwarded
 
+    def _scaling(self, scale: Callable[..., object]) -> Callable[..., object]:
+        def scaled(scaler: torch.amp.GradScaler, outputs: object) -> object:
+            result = scale(scaler, outputs)
+            if isinstance(outputs, torch.Tensor) and isinstance(result, torch.Tensor):
+                self._unscaled[result] = (outputs,)
+            return result
+
+        return scaled
+
     def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
             if self._depth == 0:  # not when activation checkpointing recomputes a part
-                each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
+                given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                each = [self._unscaled.get(tensor) or (tensor,) for tensor in given]
+                self._record.losses.append(sum(float(tensor.detach().double().mean()) for (tensor,) in each))
                 if "Trainer" in self._record.uses:  # it reads all batches of an update before the first pass
                     self._read.extend(self._fetched)
                 elif not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
