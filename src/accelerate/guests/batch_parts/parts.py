@@ -70,7 +70,8 @@ class Parts(LoopHook):
                 raise SettingError(f"{asked} with batch_parts={count}: {reason}. Leave {asked.partition('=')[0]} out.")
         self._run = ref(run)
         self.division = Division(count, self.world.size, self.world.rank)
-        run.gradient_state.num_steps *= self.division.per_rank
+        # Not a product with the state's own number: a copy of the run in another process has multiplied it before.
+        run.gradient_state.num_steps = (run.settings.accumulation.num_steps or 1) * self.division.per_rank
 
     @property
     def run(self) -> Accelerator:
