@@ -20,7 +20,7 @@ def transaction(store: CheckpointStore, description: Manifest | None = None) -> 
         yield staging
 
 
-def load_weights(model: LoadTarget, folder: Path, **options: Any) -> None:
+def load_weights(model: LoadTarget, folder: Path, *, map_location: str = "cpu", **options: Any) -> None:
     """Load the weights in ``folder`` into ``model``, as ``load_state`` does."""
-    with open_weights(folder) as weights:
+    with open_weights(folder, map_location=map_location) as weights:
         loader_of(model, weights.state_dict(), f"{', '.join(weights.files)} in {folder}", **options)()

@@ -21,7 +21,9 @@ around a constructor keeps working::
     ├── HardwareError         (RuntimeError)         a rank computes or stores wrong values
     ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
     ├── Refused               (ValueError)           a script can't be migrated
+    │   └── Unaccelerated                            a script doesn't use the Accelerator
     ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
+    │   └── LayoutRefused                            a script's model can't be prepared in a layout
     ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
     │   ├── ProcessFailed     (CalledProcessError)   the only process of a launch failed
     │   └── ProgramFailed                            the program failed under another engine

@@ -128,6 +128,18 @@ def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
     check_same_run(name, "")
 
 
+@pytest.mark.parametrize("name", ["cp", "sp"])
+def test_a_default_device_changes_nothing_where_sequences_are_shared(name: str) -> None:
+    """torch then looks up functions by their names, also those that are replaced."""
+    ranks, arguments = MESHES[name]
+
+    def with_default_device() -> dict[str, Any]:
+        torch.set_default_device("cpu")
+        return train(**arguments)
+
+    assert_same_run(run_on_ranks(with_default_device, ranks, timeout_seconds=180)[0], alone(""))
+
+
 @slow
 @pytest.mark.parametrize(("variant", "name"), [*itertools.product([*VARIANTS][:-1], MESHES)])
 def test_every_mesh_trains_as_one_process(name: str, variant: str) -> None:

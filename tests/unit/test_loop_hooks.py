@@ -124,7 +124,7 @@ def test_only_moments_that_a_hook_overrides_are_listed() -> None:
     hooks, one = LoopHooks(), OneMoment([])
     hooks.add(one)
     listed = {moment: len(getattr(hooks, moment)) for moment in LoopHooks.__annotations__}
-    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 14
+    assert listed == {moment: int(moment == "before_step") for moment in listed} and len(listed) == 16
     hooks.remove(one)
     assert not any(getattr(hooks, moment) for moment in LoopHooks.__annotations__)
 

@@ -216,6 +216,8 @@ Attention = Callable[..., torch.Tensor]
 
 #: torch's own, whatever replaces it while sequences are sharded.
 TORCH_ATTENTION: Final[Attention] = functional.scaled_dot_product_attention
+#: The same operator. In a mode such as `torch.set_default_device`, torch looks the function up by its replaced name.
+_COMPUTE: Final[Attention] = torch.ops.aten.scaled_dot_product_attention
 
 
 @final
@@ -293,15 +295,13 @@ def allgather_attention(ring: Ring) -> Attention:
         gathered: Any = _Gathered.apply(torch.cat([key, value], -1), ring)
         keys, values = _in_order(gathered).split([key.shape[-1], value.shape[-1]], -1)
         if not is_causal:
-            return TORCH_ATTENTION(query, keys, values, None, dropout_p, False, **options)
+            return _COMPUTE(query, keys, values, None, dropout_p, False, **options)
         rows = query.shape[-2] // 2
         found: list[torch.Tensor] = []
         for own, index in zip(query.split(rows, -2), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True):
             seen = (index + 1) * rows
             mask = _causal(rows, seen, query.device)
-            found.append(
-                TORCH_ATTENTION(own, keys[..., :seen, :], values[..., :seen, :], mask, dropout_p, False, **options)
-            )
+            found.append(_COMPUTE(own, keys[..., :seen, :], values[..., :seen, :], mask, dropout_p, False, **options))
         return torch.cat(found, -2)
 
     return attention
@@ -502,7 +502,7 @@ def ulysses_attention(ring: Ring) -> Attention:
         if key.shape[-3] % ring.size:
             key, value, enable_gqa = as_many_heads(key, query), as_many_heads(value, query), False
         heads: list[Any] = [_AllToAll.apply(tensor, ring, -3, -2) for tensor in (query, key, value)]
-        mixed = TORCH_ATTENTION(*heads, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        mixed = _COMPUTE(*heads, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         output: Any = _AllToAll.apply(mixed, ring, -2, -3)
         return output
 

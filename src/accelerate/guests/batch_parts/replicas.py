@@ -15,6 +15,7 @@ from ...parallel.gradient_norm import scale_to
 from ...parallel.replicas import make_replicas_equal
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
+from ...training.oom_retry import Retryable
 from .exchange import sum_over_ranks
 from .fixed_order import total_norm
 from .parts import Parts
@@ -55,7 +56,7 @@ class PartReplicas(Strategy):
                 f"{', '.join(asked)} with batch_parts isn't built: only plain replicas and FSDP 2 sum gradients in the "
                 "order of the parts. Leave that out, or batch_parts."
             )
-        self.retry = None
+        self.retry: Retryable | None = None
         self.parts: Parts = Parts(world)
         self.parts.is_open = lambda: any(one.num_parts and one.own is None for one in self._windows.values())
         self.parts.drop = self._drop

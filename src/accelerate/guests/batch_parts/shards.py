@@ -17,6 +17,7 @@ from ...parallel.base import Clipping, StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...parallel.gradient_norm import local_tensor, scale_to
 from ...precision import Precision
+from ...training.oom_retry import Retryable
 from .fixed_order import Rows, total_norm
 from .parts import Parts
 from .tree import Node, PartialSums
@@ -39,7 +40,7 @@ class PartShards(FullyShardStrategy):
                 f"{', '.join(active)} with batch_parts isn't built: the order of its sums depends on its layout. Leave "
                 "it out, or batch_parts."
             )
-        self.retry = None
+        self.retry: Retryable | None = None
         self.parts: Parts = Parts(world)
         self.parts.is_open = lambda: self._number >= 0 and not self._is_last
         self.parts.drop = self._drop

@@ -24,7 +24,7 @@ from ...modules import is_sharded
 from ...precision import Precision
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import sharded_parameters
-from ...training.oom_retry import RetryMode
+from ...training.oom_retry import Retryable, RetryMode
 from ...training.open_window import GradientHolder
 from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
@@ -65,7 +65,7 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
-        self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
+        self.retry: Retryable | None = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if all of ``model`` came under ``fully_shard``; then it isn't sharded again."""

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Final, TypeAlias, final
 
-from ..migrate.source import Function, dotted, method
+from ..migrate.source import Function, Script, dotted, method
 from ..migrate.survey import parameters
 from .subject import Subject, arguments
 
@@ -58,8 +58,8 @@ class Processes:
     """The differences between the processes that run a script."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.script = subject.script
+        self.subject: Subject = subject
+        self.script: Script = subject.script
 
     # -- values --------------------------------------------------------------------------------------------
 

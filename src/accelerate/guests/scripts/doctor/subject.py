@@ -47,13 +47,15 @@ class Subject:
     """A script whose Accelerator and prepared names are known."""
 
     def __init__(self, script: Script) -> None:
-        self.script = script
-        self.survey = Survey(script)
-        self.calls = script.nodes(ast.Call)
-        self.made = [call for call in self.calls if script.path(call.func).rpartition(".")[2] == "Accelerator"]
+        self.script: Script = script
+        self.survey: Survey = Survey(script)
+        self.calls: list[ast.Call] = script.nodes(ast.Call)
+        self.made: list[ast.Call] = [
+            call for call in self.calls if script.path(call.func).rpartition(".")[2] == "Accelerator"
+        ]
         named = {dotted(target) for call in self.made for target in targets(script.statement(call))}
-        self.accelerators = named | {"accelerator", "self.accelerator"}
-        self.prepares = list(self.calls_of(*_PREPARING))
+        self.accelerators: set[str] = named | {"accelerator", "self.accelerator"}
+        self.prepares: list[ast.Call] = list(self.calls_of(*_PREPARING))
         self.prepared: set[Symbol] = set()
         for call in self.prepares:
             for node in [*call.args, *targets(script.statement(call))]:

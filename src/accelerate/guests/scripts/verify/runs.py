@@ -209,7 +209,9 @@ class Runs:
         if run.returncode != 0:
             said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
             text = f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}"
-            raise LayoutRefused(text, refusal.read_text()) if refusal.exists() else VerificationError(text)
+            if refusal.exists():
+                raise LayoutRefused(text, refusal.read_text())
+            raise VerificationError(text)
 
 
 def _torchrun(ranks: int) -> list[str]:
