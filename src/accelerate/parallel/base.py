@@ -229,9 +229,11 @@ class Strategy(ABC):
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        from .gradient_norm import clip_sharded_grad_value
+        if any(map(is_sharded, parameters)):
+            from .gradient_norm import clip_sharded_grad_value
 
-        clip_sharded_grad_value(parameters, clip_value)
+            return clip_sharded_grad_value(parameters, clip_value)
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 

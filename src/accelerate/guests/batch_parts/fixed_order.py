@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 #: (first row of this rank's shard, number of rows of the whole tensor); None if the tensor is whole.
 Rows = tuple[int, int]
+
+
+def first_row(num_rows: int, mesh: DeviceMesh, axis: int) -> int:
+    """Return the first row of this rank's shard of ``num_rows`` rows along ``axis`` of ``mesh``, as torch cuts them."""
+    return min(mesh.get_local_rank(axis) * -(-num_rows // mesh.size(axis)), num_rows)
 
 
 def halved_sum(values: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from ...distributed.random import capture_host_streams
 from ...errors import PreparationError
 from ...modules import is_sharded
+from .fixed_order import first_row
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -46,8 +47,8 @@ def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -
     whole = hashlib.sha256()
     for name, value in _values(run):
         whole.update(f"{name} ".encode() + (_hash(name, value) if isinstance(value, torch.Tensor) else _plain(value)))
-    for name, state in sorted((streams or capture_host_streams()).items()):
-        whole.update(f"stream {name} ".encode() + _plain(state))
+    for name, stream in sorted((streams or capture_host_streams()).items()):
+        whole.update(f"stream {name} ".encode() + _plain(stream))
     return whole.hexdigest()
 
 
@@ -57,8 +58,9 @@ def _values(run: Accelerator) -> Iterator[tuple[str, object]]:
 
     optimizers = list(map(inner_optimizer, run._optimizers))
     for number, model in enumerate(run._wrapped_models):
-        names = {id(p): name for name, p in run.strategy.state.named_parameters(model)}
-        for name, parameter in run.strategy.state.named_parameters(model):
+        named = list(run.strategy.state.named_parameters(model))
+        names = {id(parameter): name for name, parameter in named}
+        for name, parameter in named:
             yield f"model {number} {name}", parameter
         for name, buffer in run.strategy.unwrap(model, keep_torch_compile=False).named_buffers():
             yield f"model {number} {name}", buffer
@@ -108,7 +110,7 @@ def _hash(name: str, tensor: torch.Tensor) -> bytes:
         raise PreparationError(f"{name} has no whole rows on a rank ({tensor.placements}), so it has no fingerprint.")
     axis = sharded[0][0]
     own, num_rows = tensor.to_local(), tensor.shape[0]
-    first = min(mesh.get_local_rank(axis) * -(-num_rows // mesh.size(axis)), num_rows)
+    first = first_row(num_rows, mesh, axis)
     hashes = torch.zeros(num_rows * _BYTES, dtype=torch.uint8)
     if own.numel():
         mine = torch.frombuffer(bytearray(_row_hashes(own)), dtype=torch.uint8)

@@ -192,7 +192,7 @@ class Parts(LoopHook):
         step = batch_info.steps - 1
         if step % self.division.per_rank == 0:
             self._apply_statistics()
-        self._streams.begin_part(loader)
+        self._streams.begin_part(loader, root.number_of(step))
         self._step_calls = self.run.gradient_state.num_step_calls
         for statistics in self._statistics:
             statistics.part = root.part_of(step)

@@ -61,6 +61,8 @@ class PartReplicas(Strategy):
         self.parts.is_open = lambda: any(one.num_parts and one.own is None for one in self._windows.values())
         self.parts.drop = self._drop
         self._windows: dict[object, _Window] = {}
+        #: By the key of a window and the number of prepared models: the parameters of the window's models.
+        self._parameters: dict[tuple[object, int], list[torch.nn.Parameter]] = {}
 
     @property
     def label(self) -> DistributedType:
@@ -96,6 +98,7 @@ class PartReplicas(Strategy):
         super().release()
         self.parts.release()
         self._windows.clear()
+        self._parameters.clear()
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -109,9 +112,7 @@ class PartReplicas(Strategy):
         """
         self.parts.check_backward()
         window, parameters = self._open_window()
-        if num_steps is not None and num_steps * self.world.size != 1:
-            loss = loss / (num_steps * self.world.size)
-        super().backward(loss, scaler, **kwargs)
+        super().backward(loss, scaler, 1 if num_steps is None else num_steps * self.world.size, **kwargs)
         if self.parts.is_update_complete:
             self._complete(window, parameters)
 
@@ -119,9 +120,12 @@ class PartReplicas(Strategy):
         """Return the current window and its parameters, whose gradients are those of this part so far."""
         run = self.parts.run
         state, named, models = run.gradient_state, run._windows.current, run._wrapped_models
-        numbers = named.models or range(len(models))
-        found = {id(p): p for number in numbers for p in models[number].parameters() if p.requires_grad}
-        parameters = list(found.values())
+        known = self._parameters.get((named.key, len(models)))
+        if known is None:
+            numbers = named.models or range(len(models))
+            found = {id(parameter): parameter for number in numbers for parameter in models[number].parameters()}
+            known = self._parameters[named.key, len(models)] = list(found.values())
+        parameters = [parameter for parameter in known if parameter.requires_grad]
         window = self._windows.setdefault(named.key, _Window())
         micro_batch = (state.windows.get(named.key), state.num_step_calls)
         if window.micro_batch is None:

@@ -18,7 +18,7 @@ from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...parallel.gradient_norm import local_tensor, scale_to
 from ...precision import Precision
 from ...training.oom_retry import Retryable
-from .fixed_order import Rows, total_norm
+from .fixed_order import Rows, first_row, total_norm
 from .parts import Parts
 from .tree import Node, PartialSums
 
@@ -125,9 +125,7 @@ class PartShards(FullyShardStrategy):
         self._is_last = self.parts.is_update_complete
         if self._is_last:
             self.parts.num_rounds(self._number + 1)
-        if num_steps is not None and num_steps * self.world.size != 1:
-            loss = loss / (num_steps * self.world.size)
-        super().backward(loss, scaler, **kwargs)
+        super().backward(loss, scaler, 1 if num_steps is None else num_steps * self.world.size, **kwargs)
         if self._is_last:
             if any(reduction.is_open for reduction in self._reductions):
                 raise PreparationError(
@@ -166,8 +164,7 @@ def _rows(gradient: torch.Tensor) -> Rows:
     if not isinstance(gradient, DTensor):
         return 0, num_rows
     mesh = gradient.device_mesh
-    per_rank = -(-num_rows // mesh.size(mesh.ndim - 1))
-    return min(mesh.get_local_rank(mesh.ndim - 1) * per_rank, num_rows), num_rows
+    return first_row(num_rows, mesh, mesh.ndim - 1), num_rows
 
 
 @final

@@ -32,7 +32,8 @@ class RunningStatistics:
     def __init__(self, model: torch.nn.Module, division: Division, group: dist.ProcessGroup | None) -> None:
         self._division, self._group = division, group
         self._layers: list[Any] = []
-        self._seen: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []  # by layer: (part, mean, variance)
+        #: By the id of a layer: (part, mean, variance) of each batch.
+        self._seen: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         self._held: dict[int, tuple[dict[str, torch.Tensor], float | None]] = {}
         self.part = -1  # that is computed now
         for name, layer in model.named_modules():
@@ -43,7 +44,7 @@ class RunningStatistics:
                 )
             if isinstance(layer, _LAYERS) and layer.running_mean is not None:
                 self._layers.append(layer)
-                self._seen.append([])
+                self._seen[id(layer)] = []
                 layer.register_forward_pre_hook(self._before)
                 layer.register_forward_hook(self._after, always_call=True)
 
@@ -67,15 +68,15 @@ class RunningStatistics:
         if held is None:
             return
         own, layer.momentum = held
-        mean, variance, count = (layer._buffers.get(name) for name in _NAMES)
+        mean, variance = layer.running_mean, layer.running_var
         layer._buffers.update(own)
-        if output is not None and (count is None or bool(count)):
-            self._seen[self._layers.index(layer)].append((self.part, mean, variance))
+        if output is not None:  # else the pass has raised
+            self._seen[id(layer)].append((self.part, mean, variance))
 
     def apply(self) -> None:
         """Update the running statistics with what was seen in all parts, in their order; a collective."""
-        layers = [(layer, seen) for layer, seen in zip(self._layers, self._seen, strict=True)]
-        self._seen = [[] for _ in self._layers]
+        layers = [(layer, self._seen[id(layer)]) for layer in self._layers]
+        self._seen = {id(layer): [] for layer in self._layers}
         counts = self._counts(seen for _, seen in layers)
         with torch.no_grad():
             for number, (layer, seen) in enumerate(layers):

@@ -19,7 +19,6 @@ from ...distributed.random import (
     restore_rng_states,
     seed_host_streams,
 )
-from .loaders import parts_of
 
 #: Makes the seeds of parts other numbers than those of samples, which follow from the same seed.
 _OF_PARTS: Final = 0x7061727473
@@ -37,20 +36,15 @@ class PartStreams:
     @property
     def shared(self) -> dict[str, Any]:
         """The states of the host's streams outside of loops."""
-        return (
-            capture_host_streams()
-            if not self._saved
-            else {name: state for name, state in self._saved[0][1].items() if name in HOST_STREAMS}
-        )
+        states = self._saved[0][1] if self._saved else capture_host_streams()
+        return {name: state for name, state in states.items() if name in HOST_STREAMS}
 
-    def begin_part(self, loader: PreparedLoader) -> None:
-        """Set the streams for the batch that ``loader`` gives to the loop now."""
-        root, seed, batch_info = parts_of(loader), loader.sample_seed, loader.progress.batch_info
-        if root is None or seed is None or batch_info is None:
-            return
+    def begin_part(self, loader: PreparedLoader, number: int) -> None:
+        """Set the streams for the part with ``number`` in the epoch of ``loader``."""
+        assert loader.sample_seed is not None, "the loader got one when it was divided"
         if not any(running is loader for running, _ in self._saved):
             self._saved.append((loader, capture_rng_states()))
-        value = derived_seed(seed.value ^ _OF_PARTS, loader.progress.epoch, root.number_of(batch_info.steps - 1))
+        value = derived_seed(loader.sample_seed.value ^ _OF_PARTS, loader.progress.epoch, number)
         seed_host_streams(value)
         if self._seed_device is not None:
             self._seed_device(value)

@@ -40,7 +40,7 @@ def sampler_without_epoch(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def _samplers_of_world(subject: Subject) -> Iterator[Place]:
-    """Yield samplers that ask the process group; one with a rank of its own is for a loader that isn't prepared."""
+    """Yield samplers without a rank of their own, which ask the process group for it."""
     for call in subject.calls:
         has_rank = {"num_replicas", "rank"} <= {each.arg for each in call.keywords}
         if subject.last_name(call) == "DistributedSampler" and not has_rank:

@@ -1,4 +1,4 @@
-"""Cures that are safe to write: edits by position, which keep what a script computes on one process.
+"""Safe cures as edits by position: on one process a script computes the same after them.
 
 A fix returns no edits where it isn't certain: the Accelerator may not exist yet, or the call has arguments that the
 other one doesn't take.

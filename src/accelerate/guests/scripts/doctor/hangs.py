@@ -1,4 +1,4 @@
-"""Rules for what waits for ever: calls of all processes that only some of them reach."""
+"""Rules for hangs: only some of the processes reach a collective call."""
 
 from __future__ import annotations
 

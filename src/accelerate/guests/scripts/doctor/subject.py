@@ -1,4 +1,4 @@
-"""The script that rules examine: its Accelerator, what `prepare` gets, and where a name gets its values."""
+"""The script under examination: its Accelerator, the arguments of `prepare`, and the values of names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Subject:
 
     @functools.cached_property
     def _trained(self) -> dict[Symbol, str]:
-        """The roles of what is trained, also where only its use tells."""
+        """The roles of trained objects, some of them known by their use only."""
         return {symbol: role for role, symbols in self.survey.trained.items() for symbol in symbols}
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
@@ -91,7 +91,7 @@ class Subject:
         return bool(self.roots(node) & self.prepared) and self.role(node) == role
 
     def bound(self, call: ast.Call) -> set[Symbol]:
-        """Return the names that get the value of a call, also through a function that returns it."""
+        """Return the names assigned the value of a call, also through the return value of a function."""
         statement = self.script.statement(call)
         given = statement.value if isinstance(statement, ast.Return) else None
         if given is not None and given is not call and call not in getattr(given, "elts", ()):
@@ -210,7 +210,7 @@ class Subject:
 
     @functools.cache  # noqa: B019  (it lives as long as the command)
     def definitions(self, node: ast.AST) -> list[Definition]:
-        """Return where a name gets the values that it may have at `node`: the last one before it, and what adds."""
+        """Return the definitions of a name's possible values at `node`: the last one before it, and additions to it."""
         symbol = self._key(node)
         known = [] if symbol is None else self._definitions.get(symbol, [])
         line, outer = getattr(node, "lineno", 0), set(self.script.ancestors(node))
@@ -233,7 +233,7 @@ class Subject:
         ]
 
     def derived(self, names: set[Symbol], ends: Callable[[ast.AST], bool]) -> set[Symbol]:
-        """Return these names and those that are computed from them; not from a use for which `ends` holds."""
+        """Return these names and all names computed from them, except through uses for which `ends` is true."""
         found, before = set(names), 0
         while len(found) > before:
             before = len(found)
@@ -282,7 +282,7 @@ class Subject:
         return found | {loop for loops in reads for loop in loops if self.survey.trains(loop)}
 
     def is_in_batch_loop(self, call: ast.Call) -> bool:
-        """Return whether a loop that trains on batches runs a call, also in a function that it calls."""
+        """Return whether a training loop runs a call, directly or in a called function."""
         places: list[ast.AST] = [call]
         for place in places:
             function = self.script.scope(place)

@@ -1,4 +1,4 @@
-"""Refuse calls that compute gradients outside of the model's forward(), where they aren't averaged over processes."""
+"""Refuse gradients computed outside of the model's forward(): they aren't averaged over processes."""
 
 from __future__ import annotations
 

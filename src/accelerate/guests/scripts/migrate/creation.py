@@ -30,7 +30,7 @@ class Home:
 
 
 def find_home(plan: Plan, scope: Scope, users: list[Placed]) -> Home | None:
-    """Return where the names in the arguments are known; None if that is nowhere, or if ``scope`` is right as it is.
+    """Return the place at which all names in the arguments are known; None if there is none, or if ``scope`` will do.
 
     Names that are known nowhere in time are replaced by their values if those are written down; else mixed precision
     is taken to be on.
@@ -100,7 +100,7 @@ def _movable(plan: Plan, user: Placed, last: ast.stmt) -> str | None:
 
 
 def _home_in_function(plan: Plan, function: Function, users: list[Placed]) -> Home | None:
-    """Return the place in a function that runs before everything that uses the Accelerator."""
+    """Return the place in a function before all uses of the Accelerator."""
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or plan.script.owner(function) is not None:
         return None
     at_top = [user for user in users if isinstance(plan.scope_of(user), ast.Module)]

@@ -96,7 +96,7 @@ def _lengths(call: ast.Call) -> list[ast.Name]:
 
 
 def _measure_again(plan: Plan, name: ast.Name) -> None:
-    """Replace a number of steps that was counted before ``prepare`` by the expression that counts them."""
+    """Replace a number of steps, counted before ``prepare``, by the expression itself."""
     symbol = plan.survey.symbol(name)
     made = plan.survey.assignments(symbol) if symbol is not None else []
     if len(made) != 1 or made[0][2] is not None:

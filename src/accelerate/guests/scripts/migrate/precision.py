@@ -133,7 +133,7 @@ def _choice(plan: Plan, test: ast.expr, first: str | None, second: str | None) -
 
 
 def _conditions(plan: Plan, call: ast.Call) -> list[str]:
-    """Return the conditions under which an autocast is on: its `enabled`, and those under which it is made."""
+    """Return the conditions of an autocast: its `enabled`, and those of the branches around it."""
     enabled = next((keyword.value for keyword in call.keywords if keyword.arg == "enabled"), None)
     tests: list[tuple[ast.expr, bool]] = [] if enabled is None else [(enabled, True)]
     node: ast.AST = call
@@ -242,7 +242,7 @@ def text_at_root(plan: Plan, node: ast.expr) -> str | None:
 
 
 def _as_entered(plan: Plan, root: Symbol, node: ast.expr) -> Symbol:
-    """Return a name that `if __name__ == "__main__":` makes as the parameter of the function that gets it."""
+    """Return the parameter of the function to which `if __name__ == "__main__":` passes a name."""
     made = plan.survey.assignments(root)
     symbol = plan.survey.symbol(node)
     if not isinstance(root.scope, ast.Module) or any(each in plan.script.tree.body for each, _, _ in made):

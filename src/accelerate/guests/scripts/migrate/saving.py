@@ -35,7 +35,7 @@ def change(plan: Plan, prepared_at: dict[int, int]) -> None:
 
 
 def wait_before_loading(plan: Plan) -> None:
-    """Wait where a script loads what it has saved: the main process writes it, and all of them read it."""
+    """Wait before a script loads its own file: the main process writes it, and all of them read it."""
     saves = [call for call in plan.script.nodes(ast.Call) if plan.script.path(call.func) == "torch.save"]
     for call in plan.script.nodes(ast.Call):
         if plan.script.path(call.func) != "torch.load":

@@ -1,4 +1,4 @@
-"""The files that a script writes during a run: kept in a mirror of the disk, so that nothing of the user's changes.
+"""A mirror of the disk for the files written during a run: the user's own files don't change.
 
 The mirror begins as a link to the root of the disk. Where something is written, each folder above it becomes a folder
 of the mirror, with a link to each entry of the original. So a link stands for what hasn't changed, and is read in its
@@ -121,7 +121,7 @@ class _Mirror(threading.local):
         return self.read(self.shown(target)) if self._is_own(target) else target
 
     def link(self, path: str) -> str:
-        """Return where a link that the script made is read, and else where the file is."""
+        """Return the place of a link made by the script, or else that of the file."""
         place = os.path.join(self.read(os.path.dirname(path)), os.path.basename(path))
         return place if self._is_own(_target(place)) else self.read(path)
 
@@ -145,7 +145,7 @@ class _Mirror(threading.local):
         return place
 
     def change(self, path: str, *, keeps: bool = True) -> str:
-        """Return the place of what is to be changed: a copy, if it `keeps` what is there."""
+        """Return the place of a file to be changed: a copy, if the change `keeps` its content."""
         place = self.entry(path)
         target = _target(place)
         if not target:
@@ -327,5 +327,5 @@ class _Entries(Iterator[object]):
 
 
 def _target(place: str) -> str:
-    """Return what a link points to; "" for what is no link."""
+    """Return the target of a link; "" for a path without one."""
     return os.readlink(place) if os.path.islink(place) else ""

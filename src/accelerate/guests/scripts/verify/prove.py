@@ -230,7 +230,7 @@ class _Prover:
 
 
 def _retries(layout: Layout, finding: Finding | None) -> list[dict[str, int]]:
-    """Return the changes of conditions under which a script may agree that was written for other ones.
+    """Return other conditions under which a script may agree, because it was written for them.
 
     Its schedule may be made for loaders that don't split batches, whose schedulers step once for each process, or have
     a length in updates. It may divide its batch size by the number of processes itself.
