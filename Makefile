@@ -4,6 +4,8 @@ BIN := .venv/bin
 # One thread a process: two processes on two cores then run undisturbed, and sums come out the same every time.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Where Python may not write bytecode, each process compiles the package again: a third of a second, thousands of times.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
