@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from ..distributed.mesh import Mesh
 from ..distributed.world import World, current_world
 from ..errors import ArgumentError, PreparationError
-from ..hooks.align import has_offloaded_params
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import is_sharded, moved
 from ..plugins import Placeholder, Plugins
@@ -35,7 +34,7 @@ from ..training.recompute import chosen_modules, recompute_activations
 from ..training.scheduler import AcceleratedScheduler
 from .compile import compile_model
 from .rebind import unwrap
-from .state import ModelState, ReplicatedState
+from .state import ModelState, ReplicatedState, has_offloaded_weights
 
 if TYPE_CHECKING:
     from ..data_loader.loader import PreparedLoader
@@ -249,7 +248,7 @@ def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
     Raises:
         PreparationError: quantized weights are on another device than ``device``.
     """
-    if is_placed_by_map(model) or any(has_offloaded_params(module) for module in model.modules()):
+    if is_placed_by_map(model) or has_offloaded_weights(model):
         return True
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if places and (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):

@@ -10,7 +10,6 @@ import torch
 
 from ..checkpointing.run_state import Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess
-from ..hooks.align import has_offloaded_params
 from ..lazy import function_in_use
 from ..training.open_window import REPLICAS, GradientHolder
 from .gradients import PlainGradients
@@ -47,7 +46,7 @@ class ModelState(ABC, Generic[Owner]):
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict of ``model``, under the names of the user's own module."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
-        if any(has_offloaded_params(module) for module in inner.modules()):
+        if has_offloaded_weights(inner):
             return function_in_use("get_state_dict_offloaded_model")(inner)
         return inner.state_dict()
 
@@ -67,7 +66,7 @@ class ModelState(ABC, Generic[Owner]):
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
         """Return the tensors of the state dict of ``model``, each with this rank's part; no collective."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
-        if any(has_offloaded_params(module) for module in inner.modules()):
+        if has_offloaded_weights(inner):
             return held_tensors(function_in_use("get_state_dict_offloaded_model")(inner))
         return held_tensors(InPlace(self.named_parameters, canonical_name).model_shards(inner))
 
@@ -109,3 +108,10 @@ class ReplicatedState(ModelState["Strategy"]):
     def gradients(self) -> GradientHolder | None:
         """The gradients in ``.grad``."""
         return PlainGradients(self.layout, self.named_parameters)
+
+
+def has_offloaded_weights(model: torch.nn.Module) -> bool:
+    """Return True if hooks of ``model`` load some of its weights only for a forward."""
+    from ..hooks.align import has_offloaded_params
+
+    return any(has_offloaded_params(module) for module in model.modules())

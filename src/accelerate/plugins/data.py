@@ -10,7 +10,7 @@ from ..settings.training import DataLoaderOptions
 from .handlers import canonicalize
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DataLoaderConfiguration(DataLoaderOptions):
     """The options of prepared loaders: how they form, split, pad, order and move batches."""
 

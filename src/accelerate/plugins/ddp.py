@@ -24,7 +24,7 @@ _HALF = {DDPCommunicationHookType.FP16: torch.float16, DDPCommunicationHookType.
 _LOW_RANK = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
     """Arguments of ``DistributedDataParallel``, and a communication hook for it.
 

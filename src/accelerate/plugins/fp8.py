@@ -12,7 +12,7 @@ from ..settings.option import option
 from .handlers import KwargsHandler, LaunchedOptions, canonicalize
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
     """The options of torchao's conversion: a ``Float8LinearConfig``, or two options to create one.
 
@@ -32,7 +32,7 @@ class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
             )
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
     """The options with which Transformer Engine scales fp8 tensors."""
 
@@ -40,7 +40,7 @@ class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
         canonicalize(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
     """The optimisation level of MS-AMP, which is no longer supported: use :class:`AORecipeKwargs` (torchao)."""
 
@@ -48,7 +48,7 @@ class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
         canonicalize(self, "opt_level")
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The deprecated recipe of Transformer Engine, with an option of MS-AMP, which is no longer supported."""
 

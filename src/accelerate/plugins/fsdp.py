@@ -49,7 +49,7 @@ _SWITCHES: Final = (
 _CONTRARY: Final = {"use_orig_params": False, "limit_all_gathers": False}
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
     """The options of FSDP: sharding, wrap units, precision, and saving.
 

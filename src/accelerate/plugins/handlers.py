@@ -102,7 +102,7 @@ class LaunchedOptions(OptionGroup):
 # Autocast and gradient scaler
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class AutocastKwargs(AutocastOptions, KwargsHandler):
     """Arguments of ``torch.autocast``, and the dtype of a prepared model's outputs.
 
@@ -114,7 +114,7 @@ class AutocastKwargs(AutocastOptions, KwargsHandler):
     output_dtype: torch.dtype | None = field(default=torch.float32)
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class GradScalerKwargs(GradScalerOptions, KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, which scales the loss to prevent underflow of fp16 gradients."""
 
@@ -127,7 +127,7 @@ _TIMEOUT = timedelta(seconds=1800)
 _TIMEOUT_OF_DEFAULT_BACKEND = timedelta(seconds=600)
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class InitProcessGroupKwargs(ProcessGroupOptions, KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
 
@@ -146,7 +146,7 @@ class InitProcessGroupKwargs(ProcessGroupOptions, KwargsHandler):
 # Profiler
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class ProfileKwargs(ProfileOptions, KwargsHandler):
     """Arguments of ``torch.profiler.profile``, with activities by name and the schedule as a dict.
 
@@ -195,7 +195,7 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
 # How many micro-batches make one optimizer step
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
     """The number of micro-batches per step, and its effect on schedulers and on the end of a loader."""
 
@@ -208,7 +208,7 @@ class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
 # Where a run keeps its files
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class ProjectConfiguration(ProjectOptions):
     """The project's folder, its logging folder, and how its checkpoints are named, limited and written.
 
@@ -246,7 +246,7 @@ class ProjectConfiguration(ProjectOptions):
 # torch.compile
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
     """Arguments of ``torch.compile``, and whether to compile whole models or only repeated blocks.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class PipelineParallelConfig(OptionGroup, title="Parallelism"):
     """The options with which pipeline parallelism splits a model and a batch.
 
@@ -93,7 +93,7 @@ class _Accelerated(Protocol):
     def state(self) -> object: ...
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TorchTensorParallelConfig(TensorParallelOptions):
     """The options of tensor parallelism through torch.
 
@@ -113,7 +113,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: DeviceMesh | None = None
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TorchContextParallelConfig(LaunchedOptions, ContextParallelOptions):
     """The options of context parallelism: exchange keys and values by ``allgather`` or ``alltoall``."""
 
@@ -134,7 +134,7 @@ class ExpertParallelConfig:
     plan: Sequence[str] = ()
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DeepSpeedSequenceParallelConfig(LaunchedOptions, SequenceParallelOptions):
     """The options of DeepSpeed's sequence parallelism (Ulysses): how to split sequences and which attention to call."""
 
@@ -161,7 +161,7 @@ _HANDLERS = {
 }
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ParallelismConfig(LaunchedOptions, ParallelismOptions):
     """The size of every axis of parallelism; their product is the number of processes.
 

@@ -44,7 +44,7 @@ class TorchAoQuantizationConfig:
             self.target_dtype = CustomDtype.INT4
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class BnbQuantizationConfig(BnbOptions):
     """The bitsandbytes format of the linear layers, and the modules that stay in full precision.
 

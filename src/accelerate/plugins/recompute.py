@@ -14,7 +14,7 @@ from .handlers import KwargsHandler, canonicalize
 SavePolicy: TypeAlias = Callable[..., Any]
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class ActivationCheckpointing(RecomputeOptions, KwargsHandler):
     """Activation checkpointing: the modules to recompute in the backward pass, and the results to keep.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .labels import SageMakerDistributedType
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 LAUNCHERS = (
     "local",
@@ -20,7 +18,7 @@ MPI_FLAVORS = ("openmpi", "mpich", "intel", "mvapich")
 KUBERNETES_KINDS = ("PyTorchJob", "JobSet")
 
 
-@dataclass
+@option_group
 class ClusterOptions(OptionGroup, title="Clusters", key="", flag=""):
     """The launcher that starts the processes."""
 
@@ -44,7 +42,7 @@ class ClusterOptions(OptionGroup, title="Clusters", key="", flag=""):
     )
 
 
-@dataclass
+@option_group
 class SlurmOptions(OptionGroup, title="Slurm", section="slurm_config", key="slurm_", flag="slurm_"):
     """The resources of the batch job, when it is submitted from outside of an allocation."""
 
@@ -71,7 +69,7 @@ class SlurmOptions(OptionGroup, title="Slurm", section="slurm_config", key="slur
     wait: bool = option(False, "Wait for the end of the job, and end with its exit code.", switch=True)
 
 
-@dataclass
+@option_group
 class KubernetesOptions(OptionGroup, title="Kubernetes", section="kubernetes_config", key="kubernetes_", flag="k8s_"):
     """The job that a cluster's operator runs."""
 
@@ -91,7 +89,7 @@ class KubernetesOptions(OptionGroup, title="Kubernetes", section="kubernetes_con
     manifest: str | None = option(None, "Also write the manifest to this file; with --dry-run, only that.")
 
 
-@dataclass
+@option_group
 class RayOptions(OptionGroup, title="Ray", section="ray_config", key="ray_", flag="ray_"):
     """The Ray cluster, and the resources of each of its workers."""
 
@@ -107,7 +105,7 @@ class RayOptions(OptionGroup, title="Ray", section="ray_config", key="ray_", fla
 # Options of SageMaker jobs
 
 
-@dataclass
+@option_group
 class SageMakerOptions(OptionGroup, title="AWS", key=""):
     """The machines and the rights of a SageMaker job."""
 
@@ -160,7 +158,7 @@ class SageMakerOptions(OptionGroup, title="AWS", key=""):
 # Options of runs on TPUs
 
 
-@dataclass
+@option_group
 class TpuOptions(OptionGroup, title="TPU", key="", flag=""):
     """The TPU, and the way to reach its machines."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 FP8_BACKENDS = ("AO", "TE", "MSAMP", "NO")
 #: The end of the errors of those who ask for MS-AMP.
@@ -16,7 +15,7 @@ MSAMP_IS_GONE = (
 )
 
 
-@dataclass
+@option_group
 class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
     """Options of fp8 by torchao."""
 
@@ -36,7 +35,7 @@ class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
     )
 
 
-@dataclass
+@option_group
 class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
     """Options of fp8 by Transformer Engine."""
 
@@ -100,7 +99,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
     use_mxfp8_block_scaling: bool = option(False, "Scale in blocks (MXFP8).", flag=None)
 
 
-@dataclass
+@option_group
 class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
     """Options of fp8 by MS-AMP, which isn't supported any more."""
 
@@ -114,7 +113,7 @@ class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8
     )
 
 
-@dataclass
+@option_group
 class Fp8Options(
     MsampOptions,
     TeOptions,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from .option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
+from .option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option, option_group
 
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -35,7 +34,7 @@ def _numbered(choices: list[str]) -> dict[str, str]:
     return {str(position): choice for position, choice in enumerate(choices, start=1)}
 
 
-@dataclass
+@option_group
 class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
     """Options of sharding parameters, gradients and optimizer state; None where it depends on the version."""
 

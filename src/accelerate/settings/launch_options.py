@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .labels import ComputeEnvironment, DistributedType
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 DISTRIBUTED_TYPES = (*(kind.value for kind in DistributedType), "TPU")
 
 
-@dataclass
+@option_group
 class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     """The processes that the launcher starts, their machines, and their rendezvous."""
 
@@ -161,7 +159,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     )
 
 
-@dataclass
+@option_group
 class MpiOptions(OptionGroup, title="MPI", section="mpirun_config", key="", flag=""):
     """Options of mpirun."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 ATTENTION_KINDS = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
-@dataclass
+@option_group
 class ParallelismOptions(
     OptionGroup,
     title="Parallelism",
@@ -81,7 +80,7 @@ class ParallelismOptions(
     ep_handler: Any = option(None, "More about expert parallelism.", kind="object")
 
 
-@dataclass
+@option_group
 class TensorParallelOptions(OptionGroup, title="Parallelism"):
     """Further options of tensor parallelism."""
 
@@ -89,7 +88,7 @@ class TensorParallelOptions(OptionGroup, title="Parallelism"):
     plan: Any = option(None, "How each layer is cut: a mapping from patterns of names to styles.", kind="object")
 
 
-@dataclass
+@option_group
 class ContextParallelOptions(
     OptionGroup,
     title="Parallelism",
@@ -109,7 +108,7 @@ class ContextParallelOptions(
     )
 
 
-@dataclass
+@option_group
 class SequenceParallelOptions(
     OptionGroup,
     title="Parallelism",

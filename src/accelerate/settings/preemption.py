@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 #: The exit code of a run that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h.
 PREEMPTED_EXIT_CODE = 75
 
 
-@dataclass
+@option_group
 class PreemptionOptions(OptionGroup, title="Preemption", env="ACCELERATE_", flag=""):
     """The notices that a machine is taken away, and how the run ends then."""
 

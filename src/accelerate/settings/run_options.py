@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .labels import PrecisionType
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 assert set(PRECISIONS) == set(PrecisionType.list())
 
 
-@dataclass
+@option_group
 class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag=""):
     """Precision, device and accumulation of the training itself."""
 
@@ -70,7 +68,7 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
     )
 
 
-@dataclass
+@option_group
 class ParadigmOptions(OptionGroup, title="Training paradigm", env="ACCELERATE_", flag=""):
     """The engine that distributes the model over the processes: at most one, and none means plain data parallel."""
 
@@ -97,7 +95,7 @@ class ParadigmOptions(OptionGroup, title="Training paradigm", env="ACCELERATE_",
     use_sagemaker: bool = option(False, "The run is a SageMaker job.", flag=None, quiet=True)
 
 
-@dataclass
+@option_group
 class SwitchOptions(OptionGroup, title="Switches", env="ACCELERATE_"):
     """Switches that only the environment has."""
 

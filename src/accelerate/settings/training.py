@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from .labels import DDPCommunicationHookType, DynamoBackend
-from .option import OptionGroup, option
+from .option import OptionGroup, option, option_group
 
 
-@dataclass
+@option_group
 class DataLoaderOptions(OptionGroup, title="Data loaders"):
     """Options of sharding a data loader's batches over the processes."""
 
@@ -63,7 +62,7 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
 # Options of the project folder: where checkpoints and logs go
 
 
-@dataclass
+@option_group
 class ProjectOptions(OptionGroup, title="Project"):
     """The folder of a run's checkpoints and logs, and which of them are kept."""
 
@@ -100,7 +99,7 @@ class ProjectOptions(OptionGroup, title="Project"):
 # Options of models in 8 and 4 bits
 
 
-@dataclass
+@option_group
 class BnbOptions(OptionGroup, title="Quantization"):
     """Options of quantization by bitsandbytes: exactly one of 8 and 4 bits."""
 
@@ -121,7 +120,7 @@ class BnbOptions(OptionGroup, title="Quantization"):
 TORCH_DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-@dataclass
+@option_group
 class DynamoOptions(
     OptionGroup,
     title="Compile",
@@ -173,7 +172,7 @@ class DynamoOptions(
 # Options of DDP, process group, gradient scaler, autocast, accumulation, profiler
 
 
-@dataclass
+@option_group
 class DdpOptions(OptionGroup, title="DDP"):
     """Arguments of DistributedDataParallel, and the compression of gradients in its all-reduce."""
 
@@ -191,7 +190,7 @@ class DdpOptions(OptionGroup, title="DDP"):
     comm_state_option: dict[str, Any] = option(factory=dict, help="Arguments of the PowerSGD state.")
 
 
-@dataclass
+@option_group
 class ProcessGroupOptions(OptionGroup, title="Process group"):
     """Arguments of init_process_group."""
 
@@ -200,7 +199,7 @@ class ProcessGroupOptions(OptionGroup, title="Process group"):
     timeout: Any = option(None, "How long a collective may take (a timedelta).", kind="object")
 
 
-@dataclass
+@option_group
 class GradScalerOptions(OptionGroup, title="Gradient scaler"):
     """Arguments of the gradient scaler of fp16."""
 
@@ -211,7 +210,7 @@ class GradScalerOptions(OptionGroup, title="Gradient scaler"):
     enabled: bool = option(True, "Scale at all.")
 
 
-@dataclass
+@option_group
 class AutocastOptions(OptionGroup, title="Autocast"):
     """Arguments of autocast."""
 
@@ -219,7 +218,7 @@ class AutocastOptions(OptionGroup, title="Autocast"):
     cache_enabled: bool | None = option(None, "Keep casted weights within one pass; None: torch's choice.")
 
 
-@dataclass
+@option_group
 class AccumulationOptions(OptionGroup, title="Gradient accumulation"):
     """Options of accumulating the gradients of several batches for one optimizer step."""
 
@@ -229,7 +228,7 @@ class AccumulationOptions(OptionGroup, title="Gradient accumulation"):
     sync_each_batch: bool = option(False, "Synchronise gradients on every batch: more traffic, less memory.")
 
 
-@dataclass
+@option_group
 class RecomputeOptions(OptionGroup, title="Activation checkpointing"):
     """Options of computing activations again in the backward pass."""
 
@@ -238,7 +237,7 @@ class RecomputeOptions(OptionGroup, title="Activation checkpointing"):
     offload: bool = option(False, "Keep the inputs of these modules in CPU memory.")
 
 
-@dataclass
+@option_group
 class ProfileOptions(OptionGroup, title="Profiler"):
     """Arguments of torch's profiler."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from ...errors import SettingError
 from ...settings.group import Group
-from ...settings.option import OptionGroup, option
+from ...settings.option import OptionGroup, option, option_group
 
 if TYPE_CHECKING:
     from ...settings.tree import Settings
 
 
 @final
-@dataclass
+@option_group
 class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_", flag=""):
     """The division of each update's global batch into parts, so that any number of ranks computes the same bits."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from ...settings.option import OptionGroup, option
+from ...settings.option import OptionGroup, option, option_group
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 DEEPSPEED_MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 
 
-@dataclass
+@option_group
 class DeepSpeedOptions(
     OptionGroup, title="DeepSpeed", env="ACCELERATE_DEEPSPEED_", section="deepspeed_config", key="", flag=""
 ):
@@ -110,7 +109,7 @@ class DeepSpeedOptions(
     )
 
 
-@dataclass
+@option_group
 class DeepSpeedLaunchOptions(OptionGroup, title="DeepSpeed", section="deepspeed_config", key="", flag=""):
     """Options of DeepSpeed's own launcher for several machines."""
 

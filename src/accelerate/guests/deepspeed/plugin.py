@@ -53,7 +53,7 @@ _CHECKED: Final = (
 )
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
     """A DeepSpeed configuration, given as a document or built from these options.
 

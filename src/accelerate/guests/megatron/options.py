@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, Final, Literal
 
-from ...settings.option import OptionGroup, option
+from ...settings.option import OptionGroup, option, option_group
 
 #: The use of an option: an argument of Megatron-LM, one of its schedule's, or none of them: Accelerate reads it.
 Use = Literal["argument", "schedule", "own"]
@@ -21,7 +21,7 @@ def _only_python(default: Any, help: str, *, use: Use = "argument") -> Any:
     return _used_as(use, option(default, help, env=None, key=None, flag=None))
 
 
-@dataclass
+@option_group
 class MegatronOptions(
     OptionGroup,
     title="Megatron-LM",

@@ -31,7 +31,7 @@ _RENAMED = {
 }
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
     """The options of Megatron-LM; ``megatron_lm_default_args`` is the dict of arguments for it."""
 

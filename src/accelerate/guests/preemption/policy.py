@@ -10,7 +10,7 @@ from ...plugins.handlers import LaunchedOptions, canonicalize
 from ...settings.preemption import PreemptionOptions
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class PreemptionPolicy(LaunchedOptions, PreemptionOptions):
     """The signals and notices after which all ranks save at the same step and the run ends.
 
