@@ -13,7 +13,8 @@ help:            ## list the targets
 
 .venv/.installed: pyproject.toml setup.py constraints.txt src/accelerate/__init__.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	# Without bytecode of the 11,000 modules, of which the first import compiles what it needs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	touch $@
 
 setup: .venv/.installed  ## create .venv with the tested versions
