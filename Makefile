@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
+.PHONY: help setup demo test costs multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -24,6 +24,9 @@ demo: setup      ## train on 1 and on 2 processes, compare, plot (demo_output/)
 
 test: setup      ## run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+costs: setup     ## run every test, and list the folders, files and tests that take the most CPU time
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -p tests.cpu_seconds tests
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
