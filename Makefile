@@ -8,14 +8,15 @@ export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
+.PHONY: help setup demo test costs multi device slow oracle corpus engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
 
 .venv/.installed: pyproject.toml setup.py constraints.txt src/accelerate/__init__.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	# Without bytecode of the 11,000 modules, of which the first import compiles what it needs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	touch $@
 
 setup: .venv/.installed  ## create .venv with the tested versions
@@ -25,6 +26,9 @@ demo: setup      ## train on 1 and on 2 processes, compare, plot (demo_output/)
 
 test: setup      ## run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+costs: setup     ## run every test, and list the folders, files and tests that take the most CPU time
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -p tests.cpu_seconds tests
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
@@ -42,7 +46,7 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_wrapped_before_prepare.py tests/multi/test_recompute.py \
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
 		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
-		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py \
+		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py tests/multi/test_notebook.py \
 		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py \
 		tests/multi/test_no_deadlock.py tests/multi/test_padding_of_resumed.py tests/unit/checkpointing/test_many_ranks.py \
 		tests/unit/commands/test_monitor_of_many_ranks.py

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,11 +78,31 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
 
 
+@pytest.fixture(scope="session")
+def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a new folder for a name. Pytest's own lists all earlier folders each time."""
+    parent = tmp_path_factory.mktemp("tests")
+    numbers = itertools.count()
+
+    def make(name: str) -> Path:
+        folder = parent / f"{next(numbers)}_{name}"
+        folder.mkdir(mode=0o700)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def tmp_path(new_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    """The test's own folder."""
+    return new_folder(re.sub(r"\W", "_", request.node.name)[:30])
+
+
 @pytest.fixture(autouse=True)
-def environment_unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def environment_unchanged(new_folder: Callable[[str], Path]) -> Iterator[None]:
     """Each test starts with the same environment, and with a configuration home of its own."""
     before = dict(os.environ)
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("home"))
+    os.environ["HF_HOME"] = str(new_folder("home"))
     yield
     os.environ.clear()
     os.environ.update(before)

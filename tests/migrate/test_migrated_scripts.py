@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.guests.scripts.doctor import examine
 from accelerate.guests.scripts.migrate import Migration, Refused, migrate
 from tests.ranks import free_port, run_on_ranks
+from tests.slow import slow_for
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
@@ -63,10 +66,23 @@ SAME_ALONE = (
 )  # fmt: skip
 #: Numbers that every process draws in training: the line, and the seed's.
 DRAWN = {"dcgan_main": (98, 25), "vae_main": (41, 18), "wgan_gp": (21, 9)}
+#: Those that train in `make test`, one of each kind. `make slow` trains with all; both convert and read all.
+QUICK = (
+    "amp_recipe", "checkpoint_resume", "closures", "cured_learner", "dqn_tutorial", "gan", "hf_no_trainer",
+    "imagenet_main", "iterable_stream", "many_switches", "mingpt_trainer", "mnist_style", "no_sync_ddp",
+    "swa_recipe", "torchrun_trainer", "translation_tutorial", "vae_main",
+)  # fmt: skip
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 _BATCH = re.compile(r"^(BATCH) = (\d+)$", re.MULTILINE)
 
 
+def trained(names: Iterable[str]) -> list[Any]:
+    """Return parameters for the tests that train with each script."""
+    slow = slow_for("several runs of a script")
+    return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
+
+
+@functools.cache
 def migrated(name: str) -> Migration:
     return migrate(SCRIPTS[name].read_text(), SCRIPTS[name].name)
 
@@ -144,12 +160,12 @@ def test_the_doctor_sends_raw_scripts_to_the_migration(name: str) -> None:
         examine(SCRIPTS[name].read_text(), f"{name}.py")
 
 
-@pytest.mark.parametrize("name", [name for name in CONVERTED if name not in (*BY_HAND, *SPAWNED)])
+@pytest.mark.parametrize("name", trained(name for name in CONVERTED if name not in (*BY_HAND, *SPAWNED)))
 def test_one_process_prints_the_same(name: str) -> None:
     assert_same(run(SCRIPTS[name].read_text()), run(migrated(name).after))
 
 
-@pytest.mark.parametrize("name", SAME_ON_TWO)
+@pytest.mark.parametrize("name", trained(SAME_ON_TWO))
 def test_two_processes_train_as_one_with_twice_the_batch(name: str) -> None:
     text = SCRIPTS[name].read_text()
     doubled = _BATCH.sub(lambda found: f"{found[1]} = {2 * int(found[2])}", text)
@@ -159,7 +175,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(name: str) -> None:
     assert_same(run(doubled), after, only="final", rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SAME_WITH_KEPT_BATCHES)
+@pytest.mark.parametrize("name", trained(SAME_WITH_KEPT_BATCHES))
 def test_two_processes_share_the_batches_of_one(name: str) -> None:
     text = SCRIPTS[name].read_text()
     kept = migrate(text, SCRIPTS[name].name, keep_batch=True).after
@@ -167,20 +183,26 @@ def test_two_processes_share_the_batches_of_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAME_ALONE)
+def test_training_without_a_loader_is_said(name: str) -> None:
+    assert any("every process would train on the same data" in note.text for note in migrated(name).notes)
+
+
+@pytest.mark.parametrize("name", trained(SAME_ALONE))
 def test_without_a_loader_every_process_does_the_same(name: str) -> None:
-    found = migrated(name)
-    assert any("every process would train on the same data" in note.text for note in found.notes)
-    assert_same(run(SCRIPTS[name].read_text()), run_on_ranks(run, 2, found.after)[0], only="final", rel=1e-4)
+    after = run_on_ranks(run, 2, migrated(name).after)[0]
+    assert_same(run(SCRIPTS[name].read_text()), after, only="final", rel=1e-4)
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawing_the_same_on_all_processes_is_said(name: str) -> None:
     line, seed = DRAWN[name]
-    found = migrated(name)
-    assert [note.line for note in found.notes if f"line {seed} gives all processes the same seed" in note.text] == [
-        line
-    ]
-    first, silent = run_on_ranks(run, 2, found.after)
+    text = f"line {seed} gives all processes the same seed"
+    assert [note.line for note in migrated(name).notes if text in note.text] == [line]
+
+
+@pytest.mark.parametrize("name", trained(DRAWN))
+def test_what_draws_on_all_processes_trains_on_two(name: str) -> None:
+    first, silent = run_on_ranks(run, 2, migrated(name).after)
     assert numbers(first, "final") and silent == ""
 
 
@@ -196,7 +218,7 @@ def test_an_evaluation_counts_each_sample_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", trained(BY_HAND))
 def test_a_script_distributed_by_hand_gives_what_it_gave(name: str) -> None:
     text = migrated(name).after
     assert "init_process_group" not in text
@@ -242,7 +264,7 @@ Held.__init__ = make_and_hold
 """
 
 
-@pytest.mark.parametrize("name", SPAWNED)
+@pytest.mark.parametrize("name", trained(SPAWNED))
 def test_a_script_that_spawned_its_processes_is_launched(name: str, tmp_path: Path) -> None:
     program = tmp_path / f"{name}.py"  # a file, which the processes that it starts can import
     program.write_text(HOLD_GROUPS + re.sub(r"2964\d", str(free_port()), SCRIPTS[name].read_text()))

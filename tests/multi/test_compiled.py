@@ -35,7 +35,7 @@ CASES = [
     pytest.param(name, by_region, id=f"{name}-regions" if by_region else name, marks=[SLOW] if slow else [])
     for name in STRATEGIES
     for by_region in (False, True)
-    for slow in [by_region or name == "fsdp1-flat"]
+    for slow in [by_region or name.startswith("fsdp1")]
 ]
 
 

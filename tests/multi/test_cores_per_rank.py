@@ -78,7 +78,7 @@ def script(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "start",
-    ["two", "notebook_launcher", *(pytest.param(name, marks=slow) for name in ("one", "debug_launcher", "by hand"))],
+    ["two", *(pytest.param(name, marks=slow) for name in ("one", "notebook_launcher", "debug_launcher", "by hand"))],
 )
 def test_a_run_bound_to_one_core_computes_with_one_thread_per_rank(
     tmp_path: Path, script: list[str], start: str

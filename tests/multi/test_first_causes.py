@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.python_path import python_path
 from tests.slow import IS_SLOW
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """\
 import os, signal, sys, time
 from datetime import timedelta
@@ -59,7 +59,7 @@ QUICK = [("leaves the loop", 0, "local")]
 
 def launched(launcher: str, *command: str) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
     return subprocess.run(
         [*launch, "--main_process_port", "0", *LAUNCHERS[launcher], *command],
         env=environment,

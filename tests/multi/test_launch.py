@@ -207,7 +207,7 @@ FAILURES = [
     *(("plain", how, "2") for how in RAISED if how != "dataset"),
     ("dispatched", "own class", "2"),
 ]
-QUICK_FAILURES = [("plain", "dataset", "2"), ("dispatched", "own class", "2"), ("stateful", "dataset", "1")]
+QUICK_FAILURES = [("plain", "dataset", "1"), ("dispatched", "own class", "2")]
 
 
 @pytest.mark.parametrize(("kind", "how", "num_processes"), FAILURES if IS_SLOW else QUICK_FAILURES)

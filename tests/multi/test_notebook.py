@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.python_path import python_path
+from tests.slow import slow_for
 
 pytest.importorskip("IPython")
 nbformat = pytest.importorskip("nbformat")
@@ -54,6 +55,7 @@ def run(x: int) -> str:
     return f"results = notebook_launcher(train, ({x},), num_processes=2, use_port=0)" + SHOW
 
 
+@slow_for("as a kernel below, once more")
 def test_cells_of_ipython_close_over_each_other_return_results_and_show_the_cause(tmp_path: Path) -> None:
     program = tmp_path / "cells.py"
     program.write_text(

@@ -323,6 +323,7 @@ report(f"trained {state.num_processes}")
 )
 
 
+@slow
 def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

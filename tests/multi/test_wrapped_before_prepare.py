@@ -71,12 +71,18 @@ STRATEGIES: Final[dict[str, tuple[int, dict[str, Any] | None, list[Wrapper]]]] =
     "fsdp1": (2, {"fsdp_version": 1, "use_orig_params": True, **BLOCKS}, WRAPPERS),
     "fsdp1-flat": (2, {"fsdp_version": 1, **BLOCKS}, WRAPPERS),
 }
-SLOW: Final = slow_for("compiles for seconds")
+#: Each wrapper of torch, and each kind of strategy.
+QUICK: Final = (
+    ("one", data_parallel_of_compiled), ("ddp", compiled_ddp), ("ddp", in_data_parallel), ("fsdp2", compiled),
+    ("fsdp1", in_data_parallel),
+)  # fmt: skip
+SLOW: Final = slow_for("five runs of training")
 CASES: Final = [
-    pytest.param(strategy, wrapper, id=f"{strategy}-{wrapper.__name__}", marks=[SLOW] if slow else [])
+    pytest.param(
+        strategy, wrapper, id=f"{strategy}-{wrapper.__name__}", marks=() if (strategy, wrapper) in QUICK else SLOW
+    )
     for strategy, (_, _, wrappers) in STRATEGIES.items()
     for wrapper in wrappers
-    for slow in [strategy not in ("one", "ddp", "fsdp2") and "compiled" in wrapper.__name__]
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import os
 import re
 import sys
 import tarfile
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tests.fresh import run_fresh
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.seeds.tools import ACCELERATE, HERE, LISTINGS, ROOT, launcher, run
@@ -137,7 +139,8 @@ def test_importing_the_package_changes_nothing_in_torch() -> None:
         "accelerate.Accelerator\n"
         "assert watched() == before\n"
     )
-    run([sys.executable, "-c", code])
+    done = run_fresh(code, environment={**os.environ, "PYTHONPATH": python_path()})
+    assert done.returncode == 0, done.stderr
 
 
 @row("000-07")
@@ -149,7 +152,7 @@ def test_accelerator_is_a_name_of_the_front_door() -> None:
 
 
 @row("000-08")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=slow), "spawn"])
 def test_the_constructor_is_safe_at_import_also_in_workers(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

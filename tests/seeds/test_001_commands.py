@@ -93,14 +93,17 @@ def test_the_launcher_sets_the_names_that_hand_written_scripts_read(tmp_path: Pa
     assert all(line.split()[3] in ("127.0.0.1", "localhost") and line.split()[4].isdigit() for line in lines)
 
 
-@row("001-24", "002-16")
+@row("001-24", "002-16", "001-54")
 @pytest.mark.parametrize(("flags", "precision"), [(["--mixed_precision", "bf16"], "bf16"), (["--fp16"], "fp16")])
-def test_flags_of_the_launcher_reach_the_script(script: Path, flags: list[str], precision: str) -> None:
-    (facts,) = told(run([*ACCELERATE, "launch", "--cpu", "--num_processes", "1", *flags, script]).stdout)
+def test_flags_of_the_launcher_and_arguments_reach_the_script(script: Path, flags: list[str], precision: str) -> None:
+    words = ["--num_processes", "7", "--cpu", "a b", "--config_file=x", "$HOME;ls", "--", "-m", ""]
+    (facts,) = told(run([*ACCELERATE, "launch", "--cpu", "--num_processes", "1", *flags, script, *words]).stdout)
     assert (facts["device"], facts["mixed_precision"]) == ("cpu", precision)
+    assert facts["arguments"] == words
 
 
 @row("001-49")
+@slow
 def test_the_names_of_mpirun_join_one_world(script: Path) -> None:
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -124,23 +127,29 @@ def test_the_names_of_mpirun_join_one_world(script: Path) -> None:
 
 
 @row("001-49", "001-19", "001-21")
-@pytest.mark.parametrize("name", ["torchrun", pytest.param("torch.distributed.launch", marks=slow), "accelerate"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=slow) for name in ("torchrun", "torch.distributed.launch")), "accelerate"]
+)
 def test_every_launcher_joins_one_world_without_a_word_about_the_cpu(script: Path, name: str) -> None:
     facts = told(run([*launcher(name), script]).stdout)
     assert [fact["ranks"] for fact in facts] == [[0, 1], [0, 1]]
     assert {fact["distributed_type"] for fact in facts} == {"MULTI_CPU"}
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+    assert os.fspath(script) not in left
 
 
-@row("001-50", "001-51", "002-28")
+@row("001-50", "001-51", "002-28", "002-36")
 def test_config_then_launch(script: Path, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path / "home")}
-    run([*ACCELERATE, "config"], typed="0\n1\n1\n2\nno\n", **home)  # this machine, multi-CPU, 1 machine, 2, no
+    run([*ACCELERATE, "config"], typed="0\n1\n1\n2\nbf16\n", **home)  # this machine, multi-CPU, 1 machine, 2, bf16
     with_own_port(tmp_path / "home" / "accelerate" / "default_config.yaml")
     facts = told(run([*ACCELERATE, "launch", script.name], folder=tmp_path, **home).stdout)
     assert [fact["ranks"] for fact in facts] == [[0, 1], [0, 1]]
+    assert {fact["mixed_precision"] for fact in facts} == {"bf16"}
 
 
 @row("001-52")
+@slow
 def test_the_file_can_be_edited_and_an_unknown_key_is_named_with_its_line(script: Path, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path / "home")}
     run([*ACCELERATE, "config", "default"], **home)
@@ -159,6 +168,7 @@ def test_the_file_can_be_edited_and_an_unknown_key_is_named_with_its_line(script
 
 
 @row("001-53", "002-36")
+@slow
 def test_flag_beats_file_beats_environment(script: Path, tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(
@@ -176,22 +186,9 @@ def test_flag_beats_file_beats_environment(script: Path, tmp_path: Path) -> None
     ]
 
 
-@row("001-54")
-def test_the_scripts_arguments_pass_untouched(script: Path) -> None:
-    words = ["--num_processes", "7", "--cpu", "a b", "--config_file=x", "$HOME;ls", "--", "-m", ""]
-    (facts,) = told(run([*ACCELERATE, "launch", "--cpu", "--num_processes", "1", script, *words]).stdout)
-    assert facts["arguments"] == words
-
-
 @row("001-56")
 def test_the_other_ways_to_install_are_documented() -> None:
     from tests.seeds.tools import ROOT
 
     text = (ROOT / "README.md").read_text()
     assert "pip install" in text and "make setup" in text
-
-
-def test_nothing_is_left_running(script: Path) -> None:
-    run([*launcher("accelerate"), script])
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
-    assert os.fspath(script) not in left

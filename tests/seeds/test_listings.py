@@ -37,7 +37,7 @@ def _run(name: str, listings: list[str], folder: Path, precision: str = "no") ->
 
 
 @row("000-06", "000-21", "000-22", "001-13", "001-19", "001-60", "002-04", "002-08", "003-11", "004-09")
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=slow)])
 def test_listings_run_with_python(precision: str, tmp_path: Path) -> None:
     # Not converted, converted, and not converted again: nothing that the package does reaches the plain script.
     (results,) = _run("python", [*PLAIN, *CONVERTED], tmp_path, precision)
