@@ -1,4 +1,4 @@
-"""Train the same loop on one and on two processes with the same global batch: the same results, in less time.
+"""Run digits.py on one and on two processes with the same global batch, compare the results and plot both.
 
 python examples/demo.py --output_dir demo_output
 """
