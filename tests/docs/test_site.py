@@ -125,7 +125,7 @@ def test_the_page_of_the_accelerator_has_each_keyword_of_a_guest() -> None:
     page = (DOCUMENTS / "reference" / "accelerator.md").read_text()
     keywords = [row.keyword for row in ROWS if row.keyword]
     assert keywords
-    assert [name for name in keywords if f"| `{name}` |" not in page] == []
+    assert [name for name in keywords if f"\n- `{name}` (" not in page] == []
 
 
 def test_documents_of_the_root_link_pages_of_the_site(site: Any) -> None:
@@ -164,6 +164,15 @@ def _named(name: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         return getattr(importlib.import_module(home), member)
+
+
+def test_no_line_that_begins_with_the_number_of_an_issue_becomes_a_heading() -> None:
+    headings = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in DOCUMENTS.rglob("*.md")
+        for line in re.findall(r"^\s*(?:[-*] |\d+\. )?#\d.*", page.read_text(), re.MULTILINE)
+    ]
+    assert not headings
 
 
 def test_every_name_of_the_front_door_is_documented() -> None:
