@@ -1,4 +1,4 @@
-"""Run digits.py on one and on two processes with the same global batch, compare the results and plot both.
+"""Train the same loop on one and on two processes with the same global batch: the same results, in less time.
 
 python examples/demo.py --output_dir demo_output
 """
