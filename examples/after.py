@@ -1,4 +1,8 @@
-"""before.py with five lines changed: one process or many, any device, any precision."""
+"""Train the CNN of before.py on one process or many, with five changed lines.
+
+python examples/after.py
+accelerate launch --cpu --num_processes 2 examples/after.py
+"""
 
 import torch
 from offline_data import digits
@@ -9,9 +13,8 @@ from accelerate import Accelerator
 
 accelerator = Accelerator()
 torch.manual_seed(42)
-train_set, held_out_set = digits()
+train_set, _ = digits()
 train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
-held_out_loader = DataLoader(held_out_set, batch_size=64)
 
 model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -19,16 +22,9 @@ loss_function = nn.CrossEntropyLoss()
 model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
 
 for epoch in range(5):
-    model.train()
     for images, labels in train_loader:
         optimizer.zero_grad()
         loss = loss_function(model(images), labels)
         accelerator.backward(loss)
         optimizer.step()
-
-    model.eval()
-    correct = 0
-    for images, labels in held_out_loader:
-        with torch.no_grad():
-            correct += (model(images).argmax(dim=1) == labels).sum().item()
-    accelerator.print(f"epoch {epoch + 1}: {100 * correct / len(held_out_set):.2f}")
+    accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}")

@@ -1,4 +1,4 @@
-"""A multilayer perceptron on CIFAR-10, or on digits in CIFAR's shape where torchvision or a network is missing.
+"""Train a multilayer perceptron on CIFAR-10, or without a network on digits of the same shape.
 
 python examples/cifar10_mlp.py
 accelerate launch --cpu --num_processes 2 examples/cifar10_mlp.py --download

@@ -1,4 +1,4 @@
-"""The plot of a run, or of several runs over each other."""
+"""Plot the curves of one run or several."""
 
 from __future__ import annotations
 

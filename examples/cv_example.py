@@ -1,9 +1,9 @@
-"""Image classification: the Oxford-IIIT pets with a pretrained ResNet-50, or handwritten digits without a network.
+"""Classify images: Oxford-IIIT pets with a pretrained ResNet-50, or without a network handwritten digits.
 
     python examples/cv_example.py                        # digits, seconds on a CPU
     python examples/cv_example.py --data_dir images      # pets: files named label_number.jpg; needs torchvision, timm
 
-The pets: https://www.robots.ox.ac.uk/~vgg/data/pets/data/images.tar.gz
+Pictures of pets: https://www.robots.ox.ac.uk/~vgg/data/pets/data/images.tar.gz
 """
 
 from __future__ import annotations

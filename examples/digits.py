@@ -1,4 +1,4 @@
-"""Train a small CNN on real handwritten digits: the loop that `make demo` runs on one and on two processes.
+"""Train a small CNN on handwritten digits, on one process or many; `make demo` runs this script.
 
     python examples/digits.py
     accelerate launch --cpu --num_processes 2 examples/digits.py --batch_size 32

@@ -1,4 +1,4 @@
-"""A small byte-level language model on the source of Python's standard library, with whole files held out.
+"""Train a small byte-level language model on the source of Python's standard library.
 
 python examples/language_model.py
 accelerate launch --cpu --num_processes 2 examples/language_model.py --gradient_accumulation_steps 2

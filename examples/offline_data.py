@@ -1,4 +1,4 @@
-"""Real data that is there without a network: handwritten digits, Python's own documentation and source."""
+"""Real data that needs no network: handwritten digits, Python's documentation and source."""
 
 from __future__ import annotations
 

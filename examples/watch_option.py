@@ -1,4 +1,4 @@
-"""The option --watch of the examples: the run's numbers are kept in a folder, which `accelerate monitor` shows."""
+"""The option --watch of the examples: write the numbers of a run to a folder for `accelerate monitor`."""
 
 from __future__ import annotations
 

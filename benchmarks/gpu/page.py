@@ -12,8 +12,8 @@ HEAD = """# On a CUDA device
 
 `make gpu` runs all of this on one machine with an H100 or H200 in at most 25 minutes and writes this page from what it
 found; nothing is fetched. It takes the interpreter that it finds (`PYTHON=python3`), made for Python 3.12, torch 2.11
-with CUDA 13, triton and pytest. Lightning and another installation of `accelerate` (`PEER_PYTHON`, or the interpreter's
-own) are measured where they are. Ours is this checkout, on `PYTHONPATH`.
+with CUDA 13, triton and pytest. "The peer" is Hugging Face's `accelerate` (`PEER_PYTHON`, or the interpreter's
+own). It and Lightning are measured if they are installed. "Ours" is this checkout, on `PYTHONPATH`.
 
 <!-- not run: it needs the machine that the page is about; the dry run has a test of its own -->
 ```bash

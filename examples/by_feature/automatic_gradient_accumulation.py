@@ -1,4 +1,4 @@
-"""The batch that fits into memory, and as many of them per update as make up the batch that was asked for.
+"""Reduce the batch size until it fits in memory, and accumulate to keep the number of samples per update.
 
 python examples/by_feature/automatic_gradient_accumulation.py --batch_size 64
 """

@@ -1,4 +1,4 @@
-"""Batches that are split further where memory runs out: the global batch and the updates stay what they were.
+"""Split a batch that doesn't fit in memory into micro-batches, without changing the update.
 
 python examples/by_feature/automatic_micro_batches.py --memory_for 10
 accelerate launch --cpu --num_processes 2 examples/by_feature/automatic_micro_batches.py --cpu --sharded

@@ -1,8 +1,7 @@
-"""The base of the examples by feature: a small CNN on handwritten digits.
+"""Train a small CNN on handwritten digits: the script that the other examples by feature extend.
 
-Every file beside this one is this file and one feature. To see the feature alone:
-
-    diff examples/by_feature/base.py examples/by_feature/checkpointing.py
+python examples/by_feature/base.py
+diff examples/by_feature/base.py examples/by_feature/checkpointing.py    # shows what checkpointing needs
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checkpoints: a run that was killed goes on where it was, in the middle of an epoch, with the same numbers.
+"""Save checkpoints and resume: a killed run continues in the middle of an epoch with the same numbers.
 
 python examples/by_feature/checkpointing.py --project_dir run --checkpointing_steps 20
-python examples/by_feature/checkpointing.py --project_dir run --checkpointing_steps 20    # goes on
+python examples/by_feature/checkpointing.py --project_dir run --checkpointing_steps 20    # resumes
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def training_function(arguments: argparse.Namespace) -> float:
 
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    resumed = accelerator.resume()  # the newest checkpoint that is whole, or none
+    resumed = accelerator.resume()  # loads the newest valid checkpoint, if there is one
     if resumed:
-        accelerator.print(f"goes on from {resumed}, after {progress.steps} steps")
+        accelerator.print(f"resumed from {resumed}, after {progress.steps} steps")
     accuracy = 0.0
     for epoch in range(progress.steps // len(train_loader), arguments.num_epochs):
         model.train()

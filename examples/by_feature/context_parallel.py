@@ -1,4 +1,4 @@
-"""Context parallel: each process has some rows of every image, and attention still sees all of them.
+"""Split each sequence across the processes: each computes some rows of every image, and attention sees all rows.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/context_parallel.py
 """

@@ -1,4 +1,4 @@
-"""Cross validation: a model per fold, all in one run, and held-out digits judged by all of them together.
+"""Train one model per fold in one run, and evaluate all of them together on held-out digits.
 
 python examples/by_feature/cross_validation.py --num_folds 3
 """

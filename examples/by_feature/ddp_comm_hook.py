@@ -1,4 +1,4 @@
-"""A communication hook: gradients travel between ranks in half precision, or as low-rank factors.
+"""Send gradients between ranks in half precision or as low-rank factors, with a communication hook.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/ddp_comm_hook.py --ddp_comm_hook fp16
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed by a configuration file, which may make the optimizer and the schedule: the code has stand-ins for them.
+"""Train with DeepSpeed and a configuration file, which may define the optimizer and the schedule.
 
 accelerate launch --num_processes 2 examples/by_feature/deepspeed_with_config_support.py
 """

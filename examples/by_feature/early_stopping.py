@@ -1,4 +1,4 @@
-"""Early stopping: one rank sees a reason to stop, and all stop at the same step.
+"""Stop all ranks at the same step when one rank decides to stop.
 
 python examples/by_feature/early_stopping.py --patience 10
 """

@@ -1,6 +1,9 @@
-"""fp8: torchao multiplies the matrices of linear layers in 8-bit floats; a report says which layers those are.
+"""Compute linear layers in 8-bit floats with torchao, and print which layers are converted.
 
-On a GPU without 8-bit units, or a CPU, the numbers are the same and the speed isn't (`emulate=True`).
+    pip install "accelerate[fp8]"
+    python examples/by_feature/fp8.py
+
+On a CPU, or a GPU without 8-bit units, fp8 is emulated: the numbers are the same, but it isn't faster.
 """
 
 from __future__ import annotations

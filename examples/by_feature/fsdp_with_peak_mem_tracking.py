@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: parameters, gradients and optimizer state in shards, and what that saves.
+"""Shard parameters, gradients and optimizer state with FSDP, and print the size of the parameters on one rank.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/fsdp_with_peak_mem_tracking.py
 """

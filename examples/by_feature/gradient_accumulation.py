@@ -1,4 +1,4 @@
-"""Gradient accumulation: an update is made of several batches, and ranks talk only where one is made.
+"""Accumulate the gradients of several batches per update; ranks exchange them once per update.
 
 python examples/by_feature/gradient_accumulation.py --gradient_accumulation_steps 4
 """

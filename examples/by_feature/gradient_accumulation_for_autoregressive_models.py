@@ -1,9 +1,9 @@
-"""Gradient accumulation where batches have different numbers of tokens: the gradient of the mean over all tokens.
-
-A mean per batch, averaged over batches and ranks, is another number when batches differ in tokens. Here each batch
-hands over its sum and its number of tokens, and the gradient is that of one large batch, on any number of ranks.
+"""Accumulate batches with different numbers of tokens: the gradient is that of the mean over all tokens.
 
     python examples/by_feature/gradient_accumulation_for_autoregressive_models.py --gradient_accumulation_steps 4
+
+The mean of the batches' means is another number. So each batch passes its sum and its number of tokens, and the
+gradient is that of one large batch, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Local SGD: ranks train on their own and average their parameters every few steps.
+"""Train each rank on its own, and average the parameters every few steps (Local SGD).
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/local_sgd.py --local_sgd_steps 8
 """

@@ -1,4 +1,4 @@
-"""The largest batch that fits: on running out of memory, training starts again with a smaller one.
+"""Find the largest batch that fits: when memory runs out, training restarts with a smaller batch.
 
 python examples/by_feature/memory.py --batch_size 4096
 """

@@ -1,4 +1,4 @@
-"""Metrics over all ranks: every held-out sample counts once, and no rank keeps them all.
+"""Compute metrics over all ranks that count each held-out sample once.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/multi_process_metrics.py
 """

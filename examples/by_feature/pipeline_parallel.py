@@ -1,4 +1,4 @@
-"""Pipeline parallel: the layers dealt to all processes, through which each batch goes in parts.
+"""Distribute the layers across the processes, and pass each batch through them in micro-batches.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/pipeline_parallel.py
 """

@@ -1,4 +1,4 @@
-"""The profiler: where the time of a few steps goes, as a table and as a trace per rank.
+"""Profile a few steps: print a table, and write a trace per rank.
 
 python examples/by_feature/profiler.py --trace_dir traces
 """

@@ -1,4 +1,4 @@
-"""An optimizer without a schedule (Defazio et al. 2024): it is told when to train and when to evaluate.
+"""Train with an optimizer that needs no learning rate schedule (Defazio et al. 2024).
 
 pip install schedulefree
 python examples/by_feature/schedule_free.py

@@ -1,4 +1,4 @@
-"""Tensor parallel: the last layer in pieces over all processes, which work on the same digits.
+"""Split the last layer across the processes, which all compute the same digits.
 
 accelerate launch --cpu --num_processes 2 examples/by_feature/tensor_parallel.py
 """

@@ -1,4 +1,4 @@
-"""Tracking: losses and accuracy go to a tracker, and to a log of lines in the project folder.
+"""Log losses and accuracy to a tracker, and to a JSONL file in the project folder.
 
 python examples/by_feature/tracking.py --log_with tensorboard --project_dir run
 """

@@ -1,4 +1,4 @@
-"""A model that is larger than the memory it may use: blocks that don't fit wait on the disk until they are needed.
+"""Run a model that is larger than the allowed memory: blocks that don't fit stay on disk until they are used.
 
 python examples/inference/big_model.py --max_memory_mb 8
 """

@@ -1,4 +1,4 @@
-"""Distributed inference: the questions are divided between the ranks, and the answers come back in their order.
+"""Divide prompts among the ranks, and collect the answers in order.
 
 accelerate launch --cpu --num_processes 2 examples/inference/distributed.py
 """

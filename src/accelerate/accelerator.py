@@ -149,8 +149,8 @@ class Accelerator(ReplaceableSteps):
         parameter_dtype: the dtype of parameters, gradients, optimizer states and computation of prepared models (true
             half or double precision), instead of ``mixed_precision``.
         preemption: when a rank gets a signal or a notice of preemption, save on all ranks at one step, and end.
-        old: old spellings of other arguments, such as ``even_batches``, ``logging_dir`` and ``fp16``. A warning names
-            today's.
+        old: keywords of optional parts of this library, which the reference page of Accelerator lists, and old
+            spellings of other arguments, such as ``even_batches`` and ``fp16``. A warning names today's.
 
     Raises:
         ArgumentError: an argument is unknown; the message names the one that was probably meant.

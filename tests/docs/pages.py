@@ -30,6 +30,8 @@ DOCUMENTS = ROOT / "docs"
 #: Blocks that hold no code: what was printed, patterns.
 NOT_CODE = ("text",)
 RUN = ("python", "bash", "yaml", "json", "toml", "diff")
+#: Ends a block or script that hangs; they take seconds, and a hundred times as long on a loaded machine.
+LIMIT_SECONDS = 800
 
 _PART = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^ *```[ ]*$"
@@ -131,7 +133,7 @@ def _shell(block: Block) -> None:
         ["bash", "-e", "-u", "-o", "pipefail", "-c", block.code],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=LIMIT_SECONDS,
         env=environment,
         stdin=subprocess.DEVNULL,
     )

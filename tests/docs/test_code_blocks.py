@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import accelerate.accelerator  # noqa: F401  (here, so that forked pages find it imported)
-from tests.docs.pages import NOT_CODE, ROOT, RUN, blocks, num_ranks, pages, run_page
+from tests.docs.pages import LIMIT_SECONDS, NOT_CODE, ROOT, RUN, blocks, num_ranks, pages, run_page
 from tests.ranks import RankFailed, run_on_ranks
 
+pytestmark = pytest.mark.timeout(2 * LIMIT_SECONDS)
 PAGES = pages()
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -25,7 +26,7 @@ def run_here_or_on_ranks(page: Path, folder: Path) -> list[int]:
                 os.environ.pop(name, None)
         return run_page(page, str(folder))
 
-    return run_on_ranks(run, ranks, timeout_seconds=100)
+    return run_on_ranks(run, ranks, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import LIMIT_SECONDS, ROOT, blocks
 from tests.python_path import python_path
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_SECONDS)
 
 #: What `pip install .` gives (pyproject.toml), besides Python's own modules.
 INSTALLED = {"accelerate", "torch", "numpy", "yaml", "packaging", "safetensors"}
@@ -26,7 +28,7 @@ def printed(command: list[str], script: Path) -> list[float]:
     """The percentage of each epoch."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "HF_HOME": str(script.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert run.returncode == 0, run.stderr
     return [float(number) for number in re.findall(r"^epoch \d+: ([\d.]+) %", run.stdout, re.MULTILINE)]

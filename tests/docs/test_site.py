@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -17,6 +18,7 @@ import yaml
 import accelerate
 from accelerate.commands.main import commands
 from accelerate.settings.document import options_with_groups
+from accelerate.settings.tree import ROWS
 from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin, MegatronLMPlugin, PreemptionPolicy
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 from tests.docs.pages import DOCUMENTS, ROOT
@@ -28,6 +30,9 @@ MADE = {
     "reference/public_names.md",
     "reference/settings.md",
 }
+
+#: Modules that examples import; they aren't examples.
+HELPERS = {"curves.py", "offline_data.py", "watch_option.py"}
 
 
 @pytest.fixture
@@ -86,9 +91,8 @@ def test_a_page_that_is_no_reference_has_at_most_1500_words() -> None:
 
 def test_each_example_is_in_the_gallery(site: Any) -> None:
     shown = re.findall(r"^<!-- example: (\S+) -->$", (DOCUMENTS / "examples.md").read_text(), re.MULTILINE)
-    helpers = {"curves.py", "offline_data.py", "watch_option.py"}
     scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
-    assert sorted(shown) == sorted(scripts - helpers)
+    assert sorted(shown) == sorted(scripts - HELPERS)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +108,24 @@ def test_each_example_is_in_the_gallery(site: Any) -> None:
 )
 def test_the_header_links_the_repository_that_a_clone_came_from(site: Any, remote: str, address: str | None) -> None:
     assert site("repository").web_address(remote) == address
+
+
+def test_each_example_begins_with_a_sentence_and_its_commands() -> None:
+    wrong = []
+    for path in (ROOT / "examples").rglob("*.py"):
+        if path.name in HELPERS:
+            continue
+        sentence, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        if "\n" in sentence or not sentence.endswith(".") or f"{path.relative_to(ROOT)}" not in rest:
+            wrong.append(f"{path.relative_to(ROOT)}: {sentence}")
+    assert not wrong
+
+
+def test_the_page_of_the_accelerator_has_each_keyword_of_a_guest() -> None:
+    page = (DOCUMENTS / "reference" / "accelerator.md").read_text()
+    keywords = [row.keyword for row in ROWS if row.keyword]
+    assert keywords
+    assert [name for name in keywords if f"\n- `{name}` (" not in page] == []
 
 
 def test_documents_of_the_root_link_pages_of_the_site(site: Any) -> None:
@@ -142,6 +164,15 @@ def _named(name: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         return getattr(importlib.import_module(home), member)
+
+
+def test_no_line_that_begins_with_the_number_of_an_issue_becomes_a_heading() -> None:
+    headings = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in DOCUMENTS.rglob("*.md")
+        for line in re.findall(r"^\s*(?:[-*] |\d+\. )?#\d.*", page.read_text(), re.MULTILINE)
+    ]
+    assert not headings
 
 
 def test_every_name_of_the_front_door_is_documented() -> None:
