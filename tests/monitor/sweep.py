@@ -32,7 +32,8 @@ def _write_run(
 ) -> None:
     run, seed = folder / name, draw.randrange(1000)
     is_lost = settings["lr"] == 1e-2 and settings["optimizer"] == "sgd"
-    began = time.time() - 130 if is_running else BEGAN + 400 * int(name[4:])
+    last = reports // 3 if is_lost else reports // 2 if is_running else reports
+    began = time.time() - 2 * last if is_running else BEGAN + 400 * int(name[4:])
     rate = settings["lr"] ** 0.5 * 2
     floor = 0.35 + 0.2 * abs(math.log10(settings["lr"] / 1e-3)) + settings["dropout"] / 4
     floor += {"adamw": 0.0, "lion": 0.06, "sgd": 0.2}[settings["optimizer"]] - 0.03 * math.log2(settings["width"] / 64)
@@ -41,7 +42,6 @@ def _write_run(
              "command": command, "total_steps": 20 * reports}  # fmt: skip
     lines: list[dict[str, Any]] = [{"time": began, **start}]
     logged: list[dict[str, Any]] = [{"time": began, "config": {**settings, "epochs": 3, "tags": ["sweep"]}}]
-    last = reports // 3 if is_lost else reports // 2 if is_running else reports
     for report in range(1, last + 1):
         step, now = 20 * report, began + 2 * report
         loss = floor + 2 * math.exp(-rate * report) + draw.gauss(0, 0.02)

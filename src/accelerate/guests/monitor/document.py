@@ -52,7 +52,7 @@ class Output(TypedDict):
     lines: list[str]
 
 
-class Note(TypedDict):
+class RunNote(TypedDict):
     """The name, tags and note of a run, as its script or a reader of the page has given them."""
 
     name: str
@@ -60,7 +60,7 @@ class Note(TypedDict):
     note: str
 
 
-class RunSummary(Note):
+class RunSummary(RunNote):
     """A short summary of one run of several.
 
     ``why`` is how it ended, ``settings`` are those that differ between the runs, and ``numbers`` the last values.
@@ -152,7 +152,7 @@ class Hours(TypedDict):
     lost_updates: int
 
 
-class Document(Note):
+class Document(RunNote):
     """The current state of a run.
 
     ``seen`` is the time of the last write of any rank. In a large run, ``ranks`` are those that stand out, and

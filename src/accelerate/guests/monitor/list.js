@@ -4,9 +4,9 @@ const FIXED = [
   { key: "state", title: "State", value: r => STATES[r.state], usual: true },
   { key: "step", title: "Last step", value: r => r.step, text: grouped, usual: true },
   { key: "lasted", title: "Lasted", value: r => r.seen - r.began, text: duration, usual: true },
-  { key: "tags", title: "Tags", value: r => r.tags.join(", "), usual: runs => runs.some(r => r.tags.length) },
+  { key: "tags", title: "Tags", value: r => r.tags.join(", "), usual: runs => new Set(runs.map(r => r.tags.join())).size > 1 },
   { key: "note", title: "Note", value: r => r.note, usual: runs => runs.some(r => r.note) },
-  { key: "why", title: "How it ended", value: r => r.why, usual: runs => runs.some(r => !["", "finished"].includes(r.why)) },
+  { key: "why", title: "How it ended", value: r => r.why === "finished" ? "" : r.why, usual: runs => runs.some(r => !["", "finished"].includes(r.why)) },
   { key: "began", title: "Began", value: r => r.began || null, text: v => new Date(1000 * v).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }), usual: runs => runs.length < 12 },
   { key: "ranks", title: "Ranks", value: r => r.num_ranks, text: grouped, usual: runs => new Set(runs.map(r => r.num_ranks)).size > 1 },
 ];
@@ -131,7 +131,8 @@ function edit(run, note) {
   form.onsubmit = async event => {
     event.preventDefault();
     const tags = form.elements.tags.value.split(",").map(tag => tag.trim()).filter(Boolean);
-    const body = JSON.stringify({ name: form.elements.namedItem("name").value, tags, note: form.elements.note.value });
+    const name = form.elements.namedItem("name").value.trim(), isFolder = [run, run.split("/").pop()].includes(name);
+    const body = JSON.stringify({ name: isFolder ? "" : name, tags, note: form.elements.note.value });
     const answer = await fetch("note?run=" + encodeURIComponent(run), { method: "POST", headers: { "Content-Type": "application/json" }, body }).catch(() => null);
     if (answer && answer.ok) { dialog.close(); looked = 0; look(); return; }
     problem.hidden = false;

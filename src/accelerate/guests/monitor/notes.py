@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from typing import Final, cast
 
-from .document import Facts, Note
+from .document import Facts, RunNote
 from .reading import RunFiles
 
 #: The file of edited notes, beside the script's own logs. The last line counts.
 FILE: Final = "notes.jsonl"
 
 
-def note_of(run: RunFiles) -> Note:
+def note_of(run: RunFiles) -> RunNote:
     """Return the name, tags and note of ``run``, each empty if it has none.
 
     A script gives them as ``run_name``, ``tags`` and ``notes`` of its trackers' configuration.
@@ -38,7 +38,7 @@ def write_note(run: RunFiles, content: object) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _checked(given: Mapping[str, object]) -> Note:
+def _checked(given: Mapping[str, object]) -> RunNote:
     name, tags, note = given.get("name"), given.get("tags"), given.get("note")
     return {
         "name": name.strip() if isinstance(name, str) else "",

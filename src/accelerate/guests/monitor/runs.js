@@ -37,7 +37,7 @@ function showComparison() {
   drawn = [];
   const weight = +$("smooth").value, log = $("log").getAttribute("aria-pressed") === "true";
   const own = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.own)))].sort().map(name => [name, name, "plain", "w6"]);
-  const measured = [...MEASURES.map(each => [...each]), ...own].filter(([name]) => docs.some(([, doc]) => doc.curves[name] || doc.own[name]));
+  const [loss, ...others] = MEASURES.map(each => [...each]), measured = [loss, ...own, ...others].filter(([name]) => docs.some(([, doc]) => doc.curves[name] || doc.own[name]));
   const halves = measured.filter(each => each[3] === "w6");
   if (halves.length % 2) halves.at(-1)[3] = "w12";  // the last row is filled
   for (const [name, title, format, width] of measured) {
@@ -63,7 +63,7 @@ function differences(docs) {
   row("Last step", docs.map(([, doc]) => grouped(doc.newest.step)));
   row("Last loss", docs.map(([, doc]) => plain(doc.newest.loss)));
   row("Lowest loss", docs.map(([, doc]) => { const known = ((doc.curves.loss || {}).values || []).filter(real); return known.length ? plain(Math.min(...known)) : "–"; }));
-  const names = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.settings)))];
+  const names = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.settings)))].filter(name => name !== "command");  // its arguments are listed
   for (const name of names) {
     const values = docs.map(([, doc]) => worded(doc.settings[name]));
     if (new Set(values).size > 1) row(name.replaceAll("_", " "), values);

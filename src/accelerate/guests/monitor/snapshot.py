@@ -110,14 +110,11 @@ def _clock(rank: Rank) -> Clock:
 
 
 def settings(run: RunFiles) -> Facts:
-    """Return the run's settings: the arguments of its command, the main rank's facts, the trackers' configuration."""
+    """Return the run's settings: the arguments of its command, the trackers' configuration, the main rank's facts."""
     facts = {} if run.main is None else run.main.facts
-    config = _flat(run.config, "")
-    return {
-        **_flat(arguments_of(str(facts.get("command") or "")), ""),
-        **{name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None},
-        **config,
-    }
+    arguments, config = arguments_of(str(facts.get("command") or "")), _flat(run.config, "")
+    known = {name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None}
+    return {**_flat(arguments, ""), **config, **known, **config}  # the configuration first, and before equal names
 
 
 def _flat(config: Mapping[str, object], prefix: str) -> Facts:

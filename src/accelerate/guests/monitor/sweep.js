@@ -6,8 +6,11 @@ function scaleOf(column, runs) {  // {at(value): 0 to 1 or null, ticks: [[place,
   const known = runs.map(column.value).filter(isKnown), distinct = [...new Set(known)], text = v => column.text(v);
   const numbers = distinct.filter(real);
   if (numbers.length && (column.kind === "number" || numbers.length === distinct.length)) {
-    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 20;
-    const t = log ? Math.log : v => v, at = v => !real(v) ? null : high === low ? 0.5 : (t(v) - t(low)) / (t(high) - t(low));
+    const low = Math.min(...numbers), high = Math.max(...numbers);
+    const on = t => v => !real(v) ? null : high === low ? 0.5 : (t(v) - t(low)) / (t(high) - t(low));
+    // The scale on which the middle number lies nearer to the middle.
+    const middle = numbers.sort((a, b) => a - b)[numbers.length >> 1], off = scale => Math.abs(scale(middle) - 0.5), linear = on(v => v);
+    const log = low > 0 && high / low > 4 && off(on(Math.log)) < off(linear), at = log ? on(Math.log) : linear;
     const spaced = log ? logTicks(low, high) : niceTicks(low, high, 5), marks = column.kind === "setting" && numbers.length <= 6 ? numbers : spaced.length > 1 ? spaced : [low, high];
     return { at, ticks: marks.map(v => [at(v), text(v)]), back: p => log ? low * (high / low) ** p : low + p * (high - low) };
   }
@@ -38,7 +41,7 @@ function showSweep(runs, shown) {
     const d = points.map(([px, p], i) => p === null ? "" : (i && points[i - 1][1] !== null ? "L" : "M") + px.toFixed(1) + " " + y(p).toFixed(1)).join("");
     if (!passes.has(r)) { node("path", { d, class: "left-out" }, svg); continue; }
     const line = node("g", { class: "line" }, svg);
-    node("path", { d }, line).style.stroke = t === null ? color("faint") : `color-mix(in oklab, var(--blue), var(--orange) ${Math.round(100 * t)}%)`;
+    node("path", { d }, line).style.stroke = t === null ? color("faint") : `color-mix(in oklab, ${t < 0.5 ? "var(--blue), var(--pink)" : "var(--pink), var(--orange)"} ${Math.round(200 * (t < 0.5 ? t : t - 0.5))}%)`;
     node("path", { d, class: "hit" }, line);
     line.describe = event => {
       $("tip").replaceChildren(html("div", "dim", r.name));
