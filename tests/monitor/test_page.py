@@ -27,6 +27,13 @@ def number_of(text: str) -> int:
     return int(text.split("step ")[1].split()[0].replace(",", ""))
 
 
+def is_pointed_at(page: Page) -> bool:
+    """Move the mouse over the first chart, and return whether its values are shown."""
+    for right in (0.5, 0.6):
+        page.point_at(".chart svg", right=right)
+    return page.ask("document.querySelector('#tip').style.display === 'block'")
+
+
 def width_and_height(picture: Path) -> tuple[int, int]:
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -74,14 +81,11 @@ def follow_a_live_run(page: Page, address: str, images: Path, tmp_path: Path) ->
         assert "train.py spirals 150" in page.ask("document.querySelector('#settings').innerText")
         page.wait("document.querySelector('#output').innerText.includes(': accuracy ')")
 
-        page.point_at(".chart svg", right=0.6)
-        page.wait("document.querySelector('#tip').style.display === 'block'")
-        assert "step" in page.ask("document.querySelector('#tip').innerText")
-        page.resize(1360, 1240)
-        page.point_at(".chart svg", right=0.6)
-        time.sleep(0.3)
+        page.resize(1360, page.ask("document.documentElement.scrollHeight"))
         page.ask("document.documentElement.dataset.theme === 'light' || document.querySelector('#theme').click()")
-        page.picture(images / "monitor_light.png", whole=True)
+        page.until(lambda: is_pointed_at(page), "the chart shows its values")
+        assert "step" in page.ask("document.querySelector('#tip').innerText")
+        page.picture(images / "monitor_light.png")
         page.point_at("h1")
         page.ask("document.querySelector('#theme').click()")
         assert page.ask("document.documentElement.dataset.theme") == "dark"
@@ -93,7 +97,7 @@ def follow_a_live_run(page: Page, address: str, images: Path, tmp_path: Path) ->
         page.picture(images / "monitor_narrow.png")
         page.resize(1360, 1000)
         page.wait("document.querySelector('#state').textContent === 'finished'", 150)
-        assert training.wait(30) == 0
+        assert training.wait(150) == 0
     finally:
         end(training)
 
