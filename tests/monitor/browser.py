@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+#: A place in an element, in shares of its width and height.
+Place = tuple[float, float]
+
 
 class Page:
     """One tab. ``problems`` holds what its console and its scripts complained about."""
@@ -135,6 +138,22 @@ class Page:
         )
         x, y = box[0] + right * box[2], box[1] + down * box[3]
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def drag(self, selector: str, begin: Place, stop: Place, *, shift: bool = False) -> None:
+        """The mouse is dragged over the element, between two places in it."""
+        left, top, width, height = self.ask(
+            f"(b => [b.x, b.y, b.width, b.height])(document.querySelector({selector!r}).getBoundingClientRect())"
+        )
+        for kind, (right, down) in (("mousePressed", begin), ("mouseMoved", stop), ("mouseReleased", stop)):
+            place = {"x": left + right * width, "y": top + down * height, "modifiers": 8 * shift}
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
+
+    def fill(self, selector: str, text: str) -> None:
+        """The field has this text, as if it were typed."""
+        self.ask(
+            f"(e => {{ e.value = {json.dumps(text)}; e.dispatchEvent(new Event('input')) }})"
+            f"(document.querySelector({selector!r}))"
+        )
 
     def picture(self, target: Path, *, whole: bool = False) -> None:
         """``target`` is a PNG of what is seen; of the whole page with ``whole``."""

@@ -17,7 +17,9 @@ import pytest
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.guests.monitor import export
 from accelerate.guests.monitor.command import main
+from accelerate.guests.monitor.notes import note_of, write_note
 from accelerate.guests.monitor.reading import Curve, RunFiles
+from accelerate.guests.monitor.records import arguments_of
 from accelerate.guests.monitor.rendering import page
 from accelerate.guests.monitor.runs import Runs
 from accelerate.guests.monitor.serve import Server
@@ -332,6 +334,56 @@ def test_a_folder_of_several_runs_lists_them_with_how_they_ended(
     assert "holds 2 runs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("train.py", {}),
+        ("train.py --lr 1e-3 --epochs=3 --amp", {"lr": 1e-3, "epochs": 3, "amp": True}),
+        ("train.py data --weight-decay -0.5 -v", {"argument 1": "data", "weight_decay": -0.5, "v": True}),
+        ("train.py model.width=64 a=b=c 7", {"model.width": 64, "a": "b=c", "argument 1": 7}),
+        ("train.py --hf_token *** --url '://user:***@host'", {"hf_token": "***", "url": "://user:***@host"}),
+        ("train.py 'torn by a mask", {}),
+    ],
+)
+def test_the_arguments_of_a_command_are_settings(command: str, arguments: dict[str, object]) -> None:
+    assert arguments_of(command) == arguments
+
+
+def test_a_list_has_the_settings_that_differ_and_the_last_numbers(tmp_path: Path) -> None:
+    for name, rate in (("a", 1), ("b", 2)):
+        command = f"train.py --lr {rate} --epochs 3 --api_key ***"
+        write(tmp_path / name, 0, {**START, "command": command}, report(1), report(2, loss="nan", accuracy=0.5))
+        config = {"model": {"width": 8 * rate}, "depth": 4, "run_name": f"the {name}", "tags": ["t"], "notes": "n"}
+        logged = [{"config": config}, {"step": 1, "eval_loss": 3.0}, {"step": 2, "eval_loss": 2.0}]
+        (tmp_path / name / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
+    write(tmp_path / "c", 0, START)
+    runs = {run["run"]: run for run in Runs(tmp_path).listed(now=NOW)["runs"]}
+    assert runs["b"]["settings"] == {"lr": 2, "epochs": 3, "api_key": "***", "model.width": 16, "depth": 4}
+    assert runs["b"]["numbers"] == {
+        "loss": "nan", "accuracy": 0.5, "step_seconds": 0.1, "memory_bytes": 10**9, "eval_loss": 2.0
+    }  # fmt: skip
+    assert (runs["a"]["name"], runs["a"]["tags"], runs["a"]["note"]) == ("the a", ["t"], "n")
+    assert (runs["c"]["name"], runs["c"]["step"], runs["c"]["settings"], runs["c"]["numbers"]) == ("c", None, {}, {})
+    json.dumps(runs, allow_nan=False)
+    (tmp_path / "c" / "monitor" / "rank_0.jsonl").unlink()  # without it, the other settings are equal
+    assert Runs(tmp_path).listed(now=NOW)["runs"][0]["settings"].keys() == {"lr", "model.width"}
+
+
+@pytest.mark.parametrize("shape", ["run", "run/logs"])
+def test_logs_and_notes_lie_beside_the_files_of_the_ranks(tmp_path: Path, shape: str) -> None:
+    write(tmp_path / shape, 0, START, report(3))
+    (tmp_path / shape / "log.jsonl").write_text('{"config": {"run_name": "given"}}\n{"step": 3, "accuracy": 0.5}\n')
+    for seen_from in (shape, "run", f"{shape}/monitor"):
+        found = seen(tmp_path / seen_from)
+        assert found["name"] == "given" and found["own"]["accuracy"]["values"] == [0.5]
+    files = RunFiles(tmp_path / "run")
+    files.refresh()
+    write_note(files, {"name": "", "tags": ["a", 1], "note": " why "})
+    assert files.refresh()
+    assert note_of(files) == {"name": "", "tags": ["a", "1"], "note": "why"}
+    assert seen(tmp_path / "run")["name"] == "run"
+
+
 def test_one_run_deep_below_the_folder_is_that_run(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     assert runs.is_one and seen_of(runs.find(""))["state"] == "empty"  # it waits
@@ -364,6 +416,41 @@ def test_the_server_shows_several_runs(run: Path) -> None:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("/note?run=", '{"name": "best", "tags": ["a"]}', JSON, 204),
+        ("/note?run=", '["best"]', JSON, 400),
+        ("/note?run=", '{"name": ', JSON, 400),
+        ("/note?run=other", "{}", JSON, 404),
+        ("/note?run=", "{}", {"Content-Type": "text/plain"}, 403),  # what a foreign page can send unasked
+        ("/note?run=", "{}", {**JSON, "Host": "evil.example"}, 403),
+        ("/note?run=", "", {**JSON, "Content-Length": "70000"}, 403),
+        ("/data?run=", "{}", JSON, 403),
+    ],
+)
+def test_only_a_page_of_this_machine_writes_a_note(
+    server: Server, run: Path, path: str, body: str, headers: dict[str, str], status: int
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.request("POST", path, body, headers)
+    assert connection.getresponse().status == status
+    connection.close()
+    with urllib.request.urlopen(server.url + "data") as answer:
+        found = json.load(answer)
+    assert (found["name"], found["tags"]) == (("best", ["a"]) if status == 204 else ("night", []))
+    assert (run / "notes.jsonl").exists() == (status == 204)
+
+
+def test_a_server_of_the_network_writes_no_notes(run: Path) -> None:
+    server = Server(Runs(run), "0.0.0.0", 0)
+    assert not server.is_private
+    server.server_close()
 
 
 def test_a_run_is_a_table_with_every_number(run: Path, tmp_path: Path) -> None:

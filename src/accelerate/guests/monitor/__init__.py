@@ -4,6 +4,7 @@
 - `loop_watch`: a monitor for scripts without ``watch_run``, with `accelerate launch --monitor`.
 - `records`: the file of each rank; `ledger`: how a process spent its time.
 - `reading`: read the files of a run as they grow; `snapshot`: the current state of the run as one `document`.
+- `runs`: the runs of a folder; `notes`: the name, tags and note of each.
 - `serve`: the web page; `terminal`: the same as text; `export`: the page as a file or a picture.
 """
 

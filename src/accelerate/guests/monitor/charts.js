@@ -96,7 +96,7 @@ function smoothed(values, weight) {
 // The curve as it is reported, faint, and smoothed; or only as it is.
 function lines(name, tone, c, weight, extra = {}) {
   const own = { name, color: tone, ...extra, ...c };
-  if (!(weight > 0) || c.steps.length <= 3) return [own];
+  if (!(weight > 0) || c.steps.length < 20) return [own];  // an evaluation after each epoch is shown as it is
   return [{ ...own, faint: true }, { name: "smoothed", color: tone, ...extra, steps: c.steps, values: smoothed(c.values, weight) }];
 }
 
@@ -149,16 +149,18 @@ function card(id, width) {
     const head = html("div", "head", null, box);
     const title = html("h2", "", null, head), legend = html("div", "legend", null, head);
     const svg = node("svg", { role: "img" }, box);
-    c = { id, box, title, legend, svg };
+    c = { id, box, title, legend, svg, drag: null };
     charts.set(id, c);
     c.width = width;
-    box.addEventListener("mousemove", e => pointed(c, e));
-    box.addEventListener("mouseleave", () => { hover = null; c.drag = null; $("tip").style.display = "none"; crosshairs(); });
-    svg.addEventListener("mousedown", e => { c.drag = placeAt(c, e); e.preventDefault(); });
-    svg.addEventListener("mouseup", e => {
-      const from = c.drag, to = placeAt(c, e);
+    box.addEventListener("pointermove", e => pointed(c, e));
+    box.addEventListener("pointerleave", () => { hover = c.drag = null; hideTip(); crosshairs(); });
+    svg.addEventListener("pointerdown", e => { c.drag = placeAt(c, e); if (c.drag !== null) svg.setPointerCapture(e.pointerId); });
+    svg.addEventListener("pointerup", e => {
+      const from = c.drag, to = from === null ? null : placeAt(c, e, true), s = c.scale;
       c.drag = null;
-      if (from !== null && to !== null && c.scale && Math.abs(c.scale.x(from) - c.scale.x(to)) > 6) { zoom = [Math.min(from, to), Math.max(from, to)]; show(); }
+      if (to === null || !s || Math.abs(s.x(from) - s.x(to)) <= 6) return;
+      zoom = e.shiftKey && zoom ? zoom.map(v => v + from - to) : [Math.min(from, to), Math.max(from, to)];  // with shift the part moves
+      show();
     });
     svg.addEventListener("dblclick", () => { zoom = null; show(); });
   }
@@ -287,16 +289,16 @@ function nearest(steps, step) {
   while (a < b) { const m = (a + b) >> 1; if (steps[m] < step) a = m + 1; else b = m; }
   return a > 0 && step - steps[a - 1] < steps[a] - step ? a - 1 : a;
 }
-function placeAt(c, event) {  // on the axis; null beside the plot
+function placeAt(c, event, anywhere = false) {  // on the axis; null beside the plot
   const s = c.scale, box = c.svg.getBoundingClientRect();
   if (!s) return null;
   const px = (event.clientX - box.left) * s.W / box.width;
-  if (px < s.left - 4 || px > s.right + 4 || event.clientY < box.top) return null;
+  if (!anywhere && (px < s.left - 4 || px > s.right + 4 || event.clientY < box.top)) return null;
   return Math.min(s.last, Math.max(s.first, s.first + (px - s.left) / (s.right - s.left || 1) * (s.last - s.first)));
 }
 function pointed(c, event) {
-  const raw = placeAt(c, event);
-  if (raw === null) { hover = null; $("tip").style.display = "none"; crosshairs(); return; }
+  const raw = placeAt(c, event, real(c.drag));
+  if (raw === null) { hover = null; hideTip(); crosshairs(); return; }
   const nearby = c.spec.series.filter(line => line.xs.length).map(line => line.xs[nearest(line.xs, raw)]);
   hover = nearby.reduce((a, b) => Math.abs(b - raw) < Math.abs(a - raw) ? b : a, nearby[0]);
   crosshairs();
@@ -310,6 +312,11 @@ function pointed(c, event) {
     html("span", "", line.faint ? "as reported" : line.name, row);
     html("b", "", (line.bad || []).includes(line.steps[i]) ? "not finite" : format(line.values[i]), row);
   }
+  showTip(event);
+}
+const hideTip = () => { $("tip").style.display = "none"; };
+function showTip(event) {  // beside the pointer
+  const tip = $("tip");
   tip.style.display = "block";
   const w = tip.offsetWidth, h = tip.offsetHeight;
   tip.style.left = (event.clientX + 16 + w > innerWidth ? event.clientX - w - 14 : event.clientX + 16) + "px";

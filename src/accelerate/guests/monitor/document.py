@@ -52,8 +52,19 @@ class Output(TypedDict):
     lines: list[str]
 
 
-class RunSummary(TypedDict):
-    """A short summary of one run of several; ``why`` is how it ended."""
+class RunNote(TypedDict):
+    """The name, tags and note of a run, as its script or a reader of the page has given them."""
+
+    name: str
+    tags: list[str]
+    note: str
+
+
+class RunSummary(RunNote):
+    """A short summary of one run of several.
+
+    ``why`` is how it ended, ``settings`` are those that differ between the runs, and ``numbers`` the last values.
+    """
 
     run: str
     state: str
@@ -61,8 +72,9 @@ class RunSummary(TypedDict):
     began: float
     seen: float
     step: object
-    loss: object
     num_ranks: int
+    settings: Facts
+    numbers: Facts
 
 
 class RunList(TypedDict):
@@ -140,14 +152,13 @@ class Hours(TypedDict):
     lost_updates: int
 
 
-class Document(TypedDict):
+class Document(RunNote):
     """The current state of a run.
 
     ``seen`` is the time of the last write of any rank. In a large run, ``ranks`` are those that stand out, and
     ``per_rank`` covers ``num_followed`` ranks, which include them.
     """
 
-    name: str
     folder: str
     version: int
     now: float

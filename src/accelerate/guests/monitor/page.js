@@ -39,6 +39,9 @@ function plots() {
        { name: "waiting for data", color: "orange", steps: step.steps, values: step.steps.map(s => waits.get(s) || 0) }]
     : [{ name: "step", color: "blue", ...step }];
   draw("split", "w4", { title: "Step time", unit: data.num_ranks > 1 ? "rank 0" : "", series: split, stack: true, zero: true, format: "seconds", height: 300 });
+  // The script's own metrics, such as those of an evaluation.
+  const own = Object.entries(data.own), rest = own.length % 3;  // the last row is filled
+  own.forEach(([name, c], i) => draw("own " + name, i >= own.length - rest ? (rest === 1 ? "w12" : "w6") : "w4", { title: name, unit: lastOf(name, c), series: lines(name, PALETTE[(i + 5) % PALETTE.length], c, weight) }));
   const tokens = data.curves.tokens_per_second;
   // The third row is filled, whatever is in it.
   const known = curve("learning_rate").steps.length > 0, third = ["w6", "w4", "w3"][(known ? 1 : 0) + (data.curves.mfu ? 1 : 0)];
@@ -53,9 +56,11 @@ function plots() {
     perRank("steps", "w6", "Step time of each rank", "step_seconds", "seconds");
     perRank("waits", "w6", "Waiting for data, each rank", "wait_seconds", "seconds");
   }
-  const own = Object.entries(data.own), rest = own.length % 3;  // the last row is filled
-  own.forEach(([name, c], i) => draw("own " + name, i >= own.length - rest ? (rest === 1 ? "w12" : "w6") : "w4", { title: name, unit: "yours", series: lines(name, PALETTE[(i + 5) % PALETTE.length], c, weight) }));
   settle();
+}
+function lastOf(name, c) {
+  const i = c.values.findLastIndex(real);
+  return i < 0 ? "" : `${plain(real(data.newest[name]) ? data.newest[name] : c.values[i])} at step ${grouped(c.steps[i])}`;
 }
 function settle() {  // the charts that were drawn are those of the page, in this order
   for (const [id, c] of charts) if (!drawn.includes(c.box)) { c.box.remove(); charts.delete(id); }
@@ -179,6 +184,7 @@ function top_() {
   if (data.state === "running" && real(n.eta_seconds)) parts.push(`${duration(n.eta_seconds)} left`);
   if (f.strategy) parts.push(`${grouped(data.num_ranks)} × ${String(f.device).split(":")[0]}`, f.strategy, f.precision === "no" ? "fp32" : f.precision);
   $("facts").textContent = parts.join("  ·  ");
+  noted($("note"), data);
   $("progress").hidden = !(n.total_steps > 0);
   if (n.total_steps > 0) $("progress").firstElementChild.style.width = Math.min(100, 100 * n.step / n.total_steps) + "%";
   const b = $("banner");
@@ -217,6 +223,7 @@ function show() {
   $("several").hidden = view.kind === "run"; $("single").hidden = view.kind !== "run";
   $("back").hidden = folder.is_one || view.kind === "list";
   for (const id of ["csv", "html"]) $(id).hidden = view.kind !== "run";
+  $("edit").hidden = view.kind !== "run" || !folder.is_editable;
   for (const id of ["smoothing", "by", "log", "png"]) $(id).hidden = view.kind === "list";
   $("unzoom").hidden = !zoom;
   if (view.kind === "list") return showList();
@@ -237,9 +244,10 @@ function theme(name) {
   document.documentElement.dataset.theme = name;
   $("theme").textContent = name === "dark" ? "Light" : "Dark";
 }
-function remembered() { try { return localStorage.getItem("theme"); } catch { return null; } }
-theme(query.get("theme") || remembered() || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-$("theme").onclick = () => { const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark"; theme(next); try { localStorage.setItem("theme", next); } catch { /* private window */ } };
+function remembered(key) { try { return localStorage.getItem(key); } catch { return null; } }
+function remember(key, value) { try { localStorage.setItem(key, value); } catch { /* private window */ } }
+theme(query.get("theme") || remembered("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+$("theme").onclick = () => { const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark"; theme(next); remember("theme", next); };
 $("log").onclick = e => { e.target.setAttribute("aria-pressed", e.target.getAttribute("aria-pressed") !== "true"); show(); };
 $("smooth").oninput = show;
 $("axis").onchange = e => { axis = e.target.value; zoom = null; show(); };

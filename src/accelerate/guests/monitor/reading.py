@@ -231,9 +231,11 @@ class RunFiles:
                 "Accelerator(project_dir=...) of the run says."
             )
         self.folder: Path = folder.resolve()
+        self.logs: Path = self.folder  # the folder of the files that the script logs to
         self.ranks: dict[int, Rank] = {}
         self.logged: dict[str, Curve] = {}
         self.config: Facts = {}  # the configuration that the script passed to its trackers
+        self.note: Facts = {}  # the name, tags and note that were given on the page
         self.output = OutputTail(self.folder)
         self.version: int = 0
         self._tails: dict[str, Tail] = {}
@@ -274,8 +276,9 @@ class RunFiles:
         self._turn = (self._turn + 1) % _NUM_TURNS
         if len(self._events) > 2 * _MAX_EVENTS:
             self._events = dict(sorted(self._events.items(), key=lambda each: each[1].time)[-_MAX_EVENTS:])
-        for path in sorted(self.folder.glob("*.jsonl")):
-            if path.parent.name != FOLDER:
+        self.logs = _logs_beside(paths) or self.folder
+        for path in sorted(self.logs.glob("*.jsonl")):
+            if str(path) not in paths:
                 for line in self._tails.setdefault(str(path), Tail(path)).lines():
                     self.version += self._take_logged(line)
         self.version += self.output.refresh()
@@ -330,7 +333,10 @@ class RunFiles:
         return sorted(self._events.values(), key=lambda each: each.time)[-_MAX_EVENTS:]
 
     def _take_logged(self, line: Facts) -> bool:
-        """Process a line that the script logged (configuration, or a step's numbers); return whether it is one."""
+        """Process a line of a log (configuration, note, or a step's numbers); return whether it is one."""
+        if isinstance(note := line.get("note"), dict):
+            self.note = cast("Facts", note)
+            return True
         if isinstance(config := line.get("config"), dict):
             self.config = cast("Facts", config)
             return True
@@ -347,6 +353,12 @@ class RunFiles:
     def main(self) -> Rank | None:
         """The rank with the smallest number; its loss and rates are those of all ranks."""
         return self.ranks[min(self.ranks)] if self.ranks else None
+
+
+def _logs_beside(rank_files: Iterable[str]) -> Path | None:
+    """Return the folder in which the script logs, given the files of its ranks."""
+    folder = next((Path(path).parent for path in rank_files), None)
+    return folder.parent if folder is not None and folder.name == FOLDER else folder
 
 
 def _rank_files_in(folder: Path) -> Iterator[tuple[str, int]]:

@@ -41,6 +41,8 @@ _SECRET: Final = re.compile(
 )
 #: The password of a URL: `scheme://user:password@host`.
 _PASSWORD: Final = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
+#: An option of a command line, but not a negative number.
+_OPTION: Final = re.compile(r"--?[A-Za-z_]")
 #: (process, file) of each record that has begun here.
 _begun: Final[set[tuple[int, Path]]] = set()
 _MAX_WARNINGS: Final = 200
@@ -154,6 +156,35 @@ def shown_command(argv: Sequence[str]) -> str:
         else:
             shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
     return _PASSWORD.sub(r"\1:***@", shlex.join(shown))
+
+
+def arguments_of(command: str) -> dict[str, object]:
+    """Return the options of a shown command line by name, and the other arguments by position."""
+    try:
+        words = shlex.split(command)[1:]
+    except ValueError:  # a masked password took a quotation mark with it
+        return {}
+    found: dict[str, object] = {}
+    option, position = "", 0  # the option whose value may follow; the number of arguments without one
+    for word in words:
+        name, sign, value = word.partition("=")
+        is_option = _OPTION.match(word) is not None
+        if is_option or (sign and name.replace(".", "_").isidentifier()):  # --lr=1, or lr=1 as Hydra has it
+            option = name.lstrip("-").replace("-", "_")
+            found[option] = _number_or_text(value) if sign else True
+            option = "" if sign else option
+        else:
+            position += not option
+            found[option or f"argument {position}"] = _number_or_text(word)
+            option = ""
+    return found
+
+
+def _number_or_text(text: str) -> object:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _is_torn(path: Path) -> bool:

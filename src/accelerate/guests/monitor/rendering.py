@@ -10,7 +10,7 @@ from .document import Document
 
 _PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
 #: The page and the files inlined into it, so that a saved page is one self-contained file.
-_PARTS: Final = ("page.html", "page.css", "charts.js", "page.js", "runs.js")
+_PARTS: Final = ("page.html", "page.css", "charts.js", "page.js", "list.js", "sweep.js", "runs.js")
 _STYLE: Final = "/*STYLE*/"
 _SCRIPT: Final = "/*SCRIPT*/"
 

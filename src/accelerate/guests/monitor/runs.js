@@ -1,10 +1,11 @@
-// ------------------------------------------------------------------------------------------ the runs of a folder
+// -------------------------------------------------------------------------------------- what is seen; comparison
 // view: {kind: "list"}, {kind: "run", run} or {kind: "compare", runs}; the address after # says which.
 let folder = { is_one: true, runs: [] }, view = { kind: "run", run: "" }, compared = new Map();
 const chosen = new Set();
 const MEASURES = [
   ["loss", "Loss", "plain", "w12"], ["samples_per_second", "Throughput (samples/s)", "rate", "w6"], ["tokens_per_second", "Throughput (tokens/s)", "rate", "w6"],
   ["step_seconds", "Step time", "seconds", "w6"], ["learning_rate", "Learning rate", "scientific", "w6"], ["gradient_norm", "Gradient norm", "plain", "w6"], ["memory_bytes", "Memory of rank 0", "bytes", "w6"],
+  ["wait_seconds", "Waiting for data", "seconds", "w6"], ["mfu", "MFU", "share", "w6"], ["device_utilization", "Device busy", "share", "w6"],
 ];
 
 function viewed() {
@@ -21,41 +22,13 @@ function head(name, text) {
   $("state").className = "pill" + (lost ? " lost" : "");
   $("state").textContent = lost ? "not connected" : text;
   $("facts").textContent = folder.folder === name ? "" : folder.folder;
-  $("progress").hidden = true;
+  $("progress").hidden = $("note").hidden = true;
   $("banner").hidden = !lost;
   if (lost) { $("banner").className = "banner warn"; $("banner").textContent = "The monitor doesn't answer; the page shows what it knew last."; }
   $("footer").textContent = `${folder.folder}  ·  accelerate monitor`;
 }
-const MORE = ["Began", "Lasted", "Ranks"];  // where there is room
-function showList() {
-  head(folder.folder.split("/").pop(), `${grouped(folder.num_found)} runs`);
-  $("chooser").hidden = false; $("comparison").hidden = true;
-  const table = $("runs");
-  table.replaceChildren();
-  const titles = html("tr", "", null, html("thead", "", null, table)), body = html("tbody", "", null, table);
-  for (const name of ["Run", "State", "How it ended", "Began", "Lasted", "Step", "Loss", "Ranks"]) html("th", MORE.includes(name) ? "more" : "", name, titles);
-  for (const r of folder.runs) {
-    const tr = html("tr", "", null, body), first = html("td", "", null, tr), label = html("label", "", null, first), box = html("input", "", null, label);
-    box.type = "checkbox"; box.checked = chosen.has(r.run); box.ariaLabel = "compare " + r.run;
-    box.onchange = () => { chosen[box.checked ? "add" : "delete"](r.run); chooser(); };
-    const link = html("a", "", " " + r.run, first);
-    link.href = "#run=" + encodeURIComponent(r.run);
-    html("span", "pill " + r.state, STATES[r.state], html("td", "", null, tr));
-    html("td", "why", r.why, tr);
-    html("td", "more", r.began ? new Date(1000 * r.began).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : "–", tr);
-    html("td", "more", duration(r.seen - r.began), tr);
-    html("td", "", grouped(r.step), tr); html("td", "", plain(r.loss), tr); html("td", "more", grouped(r.num_ranks), tr);
-  }
-  chooser();
-}
-function chooser() {
-  const known = folder.runs.map(r => r.run).filter(r => chosen.has(r));
-  $("compare").disabled = known.length < 2;
-  $("compare").textContent = known.length < 2 ? "choose runs to compare" : `compare ${known.length} runs`;
-  $("compare").onclick = () => { location.hash = "compare=" + known.slice(0, PALETTE.length).map(encodeURIComponent).join(","); };
-}
 function showComparison() {
-  head(view.runs.join(" · "), `${view.runs.length} runs`);
+  head(view.runs.map(named).join(" · "), `${view.runs.length} runs`);
   $("chooser").hidden = true; $("comparison").hidden = false;
   const docs = view.runs.map(run => [run, compared.get(run)]).filter(([, doc]) => doc && doc.state !== "empty");
   if (!docs.length) return;
@@ -64,13 +37,13 @@ function showComparison() {
   drawn = [];
   const weight = +$("smooth").value, log = $("log").getAttribute("aria-pressed") === "true";
   const own = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.own)))].sort().map(name => [name, name, "plain", "w6"]);
-  const measured = [...MEASURES.map(each => [...each]), ...own].filter(([name]) => docs.some(([, doc]) => doc.curves[name] || doc.own[name]));
+  const [loss, ...others] = MEASURES.map(each => [...each]), measured = [loss, ...own, ...others].filter(([name]) => docs.some(([, doc]) => doc.curves[name] || doc.own[name]));
   const halves = measured.filter(each => each[3] === "w6");
   if (halves.length % 2) halves.at(-1)[3] = "w12";  // the last row is filled
   for (const [name, title, format, width] of measured) {
     const series = docs.flatMap(([run, doc], i) => {
       const c = doc.curves[name] || doc.own[name];
-      return c ? lines(run, PALETTE[i], c, weight, { doc }).map(line => line.faint ? line : { ...line, name: run }) : [];
+      return c ? lines(doc.name, PALETTE[i], c, weight, { doc }).map(line => line.faint ? line : { ...line, name: named(run) }) : [];
     });
     if (series.length) draw("compared " + name, width, { title, series, format, log: log && name === "loss", robust: true, zero: name !== "loss" && format !== "plain", height: name === "loss" ? 300 : 190 });
   }
@@ -82,7 +55,7 @@ function differences(docs) {
   table.replaceChildren();
   const titles = html("tr", "", null, table);
   html("th", "", "", titles);
-  for (const [run, doc] of docs) { const th = html("th", "", null, titles), link = html("a", "", run, th); link.href = "#run=" + encodeURIComponent(run); }
+  for (const [run, doc] of docs) { const th = html("th", "", null, titles), link = html("a", "", named(run), th); link.href = "#run=" + encodeURIComponent(run); }
   const row = (name, values) => { const tr = html("tr", "", null, table); html("td", "", name, tr); for (const v of values) html("td", "why", v, tr); };
   row("State", docs.map(([, doc]) => STATES[doc.state]));
   row("How it ended", docs.map(([, doc]) => doc.why || "–"));
@@ -90,7 +63,7 @@ function differences(docs) {
   row("Last step", docs.map(([, doc]) => grouped(doc.newest.step)));
   row("Last loss", docs.map(([, doc]) => plain(doc.newest.loss)));
   row("Lowest loss", docs.map(([, doc]) => { const known = ((doc.curves.loss || {}).values || []).filter(real); return known.length ? plain(Math.min(...known)) : "–"; }));
-  const names = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.settings)))];
+  const names = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.settings)))].filter(name => name !== "command");  // its arguments are listed
   for (const name of names) {
     const values = docs.map(([, doc]) => worded(doc.settings[name]));
     if (new Set(values).size > 1) row(name.replaceAll("_", " "), values);
@@ -121,11 +94,16 @@ async function look() {
   clearTimeout(timer);
   try {
     const now = Date.now();
-    if (now - looked > (view.kind === "list" ? 1500 : 5000)) { folder = await asked("runs"); looked = now; }
+    let isNew = lost;
+    if (now - looked > (view.kind === "list" ? 1500 : 5000)) {
+      const found = await asked("runs");
+      isNew ||= view.kind === "list" && JSON.stringify(found) !== JSON.stringify(folder);
+      folder = found; looked = now;
+    }
     const before = JSON.stringify(view);
     view = viewed();
-    if (JSON.stringify(view) !== before) { data = null; zoom = null; hover = null; compared = new Map(); $("tip").style.display = "none"; }
-    let isNew = lost || view.kind === "list" || JSON.stringify(view) !== before;
+    if (JSON.stringify(view) !== before) { data = null; zoom = null; hover = null; compared = new Map(); hideTip(); }
+    isNew ||= JSON.stringify(view) !== before;
     if (view.kind === "run") { const found = await document_(view.run, lost ? null : data); if (found) { data = found; isNew = true; } }
     if (view.kind === "compare") for (const run of view.runs) { const found = await document_(run, compared.get(run)); if (found) { compared.set(run, found); isNew = true; } }
     lost = false;

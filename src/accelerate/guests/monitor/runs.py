@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, final
 
 from .comparing import state_of
-from .document import RunList, RunSummary
+from .document import Facts, RunList, RunSummary
+from .notes import note_of
 from .reading import RunFiles
 from .records import FILE_PATTERN, FOLDER
-from .snapshot import as_shown, json_value, why_ended
+from .snapshot import as_shown, json_value, settings, why_ended
 
 _FIRST: Final = FILE_PATTERN.format(0)
 #: The depth below the folder to search for runs, and the maximum number of runs to show.
 _DEPTH: Final = 4
 _MAX_RUNS: Final = 200
 _SEARCH_SECONDS: Final = 5.0
+#: Settings that the list has in another form: the arguments, the number of ranks, the name, tags and note.
+_LISTED: Final = ("command", "ranks", "run_name", "tags", "notes")
 
 
 @final
@@ -58,6 +61,9 @@ class Runs:
         is_one = self.is_one
         runs = [] if is_one else [_summary(name, run, now) for name, run in self._runs.items()]
         runs.sort(key=lambda run: (run["state"] == "running", run["seen"]), reverse=True)
+        differing = _differing([run["settings"] for run in runs])
+        for run in runs:
+            run["settings"] = {name: run["settings"][name] for name in differing if name in run["settings"]}
         return {"folder": as_shown(self.folder), "is_one": is_one, "num_found": self._num_found, "runs": runs}
 
     def _search(self) -> None:
@@ -93,17 +99,26 @@ def _folders(folder: Path, depth: int) -> Iterator[tuple[float, Path]]:
         yield from _folders(Path(path), depth - 1)
 
 
+def _differing(settings: Sequence[Facts]) -> list[str]:
+    """Return the names of the settings that aren't the same in all runs."""
+    names = dict.fromkeys(name for each in settings for name in each if name not in _LISTED)
+    return [name for name in names if len({str(each.get(name)) for each in settings}) > 1]
+
+
 def _summary(name: str, run: RunFiles, now: float) -> RunSummary:
     run.refresh()
-    main = run.main
-    newest = {} if main is None else main.newest
+    main, note = run.main, note_of(run)
+    curves = run.logged if main is None else {**run.logged, **main.curves}
     return {
+        **note,
         "run": name,
+        "name": note["name"] or name,
         "state": state_of(run, now),
         "why": why_ended(run),
         "began": 0.0 if main is None else main.first_time,
         "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
-        "step": newest.get("step"),
-        "loss": json_value(newest.get("loss")),
+        "step": None if main is None else main.newest.get("step"),
         "num_ranks": len(run.ranks),
+        "settings": settings(run),
+        "numbers": {name: json_value(curve.values[-1]) for name, curve in curves.items() if curve.values},
     }

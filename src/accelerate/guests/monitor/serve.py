@@ -12,10 +12,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from .comparing import state_of
 from .export import csv_text
+from .notes import write_note
 from .rendering import page
 from .runs import Runs
 from .snapshot import snapshot
 
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+#: The maximum size of a note.
+_MAX_BYTES: Final = 65536
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -51,12 +55,17 @@ class Server(ThreadingHTTPServer):
         shown = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
         return f"http://{shown}:{self.server_address[1]}/"
 
+    @property
+    def is_private(self) -> bool:
+        """Whether only this machine reaches the server; then its page may edit the runs' notes."""
+        return self.host in _LOOPBACK
+
     def is_addressed_by(self, header: str | None) -> bool:
         """Return whether the Host header names this server, and isn't a foreign name for its address."""
-        if self.host not in ("127.0.0.1", "localhost", "::1"):
+        if not self.is_private:
             return True  # a server that is open to the network has other names
         name = (header or "").rpartition(":")[0] or (header or "")
-        return name.strip("[]") in ("127.0.0.1", "localhost", "::1")
+        return name.strip("[]") in _LOOPBACK
 
 
 @final
@@ -74,13 +83,35 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/html; charset=utf-8", page().encode())
         elif parts.path == "/runs":
             with self.server.lock:
-                content = self.server.runs.listed()
+                content = {**self.server.runs.listed(), "is_editable": self.server.is_private}
             self._answer(200, "application/json", json.dumps(content).encode())
         elif parts.path in ("/data", "/csv"):
             self.server.note_asked()
             self._data(parts.path, parse_qs(parts.query))
         else:
             self._answer(404, "text/plain", b"There is only /, /runs, /data and /csv.\n")
+
+    def do_POST(self) -> None:
+        """Write the note of a run; a page of another origin can't send JSON without being asked first."""
+        parts, size = urlsplit(self.path), self.headers.get("Content-Length", "")
+        content = self.rfile.read(int(size)) if size.isdigit() and int(size) <= _MAX_BYTES else None
+        is_json = self.headers.get("Content-Type") == "application/json"
+        is_ours = self.server.is_private and self.server.is_addressed_by(self.headers.get("Host"))
+        if content is None or parts.path != "/note" or not (is_ours and is_json):
+            self.close_connection = content is None
+            self._answer(403, "text/plain", b"Notes are written as JSON, by a page on this machine.\n")
+            return
+        with self.server.lock:
+            run = self.server.runs.find(parse_qs(parts.query).get("run", [""])[0])
+            if run is None:
+                self._answer(404, "text/plain", b"There is no such run here.\n")
+                return
+            try:
+                write_note(run, json.loads(content))
+            except (OSError, ValueError) as error:
+                self._answer(400, "text/plain", f"The note can't be written: {error}.\n".encode())
+                return
+        self._answer(204, "text/plain", b"")
 
     def _data(self, path: str, query: dict[str, list[str]]) -> None:
         with self.server.lock:

@@ -13,7 +13,9 @@ from ...wording import some_ranks
 from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
 from .document import Clock, Document, Facts, Lines, Points, RankState, ShownEvent, ThinnedPoints
 from .hours import hours
+from .notes import note_of
 from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
+from .records import arguments_of
 from .wording import describe
 
 #: The maximum number of points sent per curve, about one per pixel.
@@ -27,13 +29,14 @@ _MAX_NAMED: Final = 8
 
 def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
     """Return the shown state of ``run`` as one JSON object; in a large run, follow the ranks that stand out."""
-    main = run.main
+    main, note = run.main, note_of(run)
     now = time.time() if now is None else now
     outliers = standing_out(run.ranks.values(), now) if run.is_large else {}
     run.choose(number for number, why in outliers.items() if why)
     followed = sum(rank.is_followed for rank in run.ranks.values())
     content: Document = {
-        "name": run.folder.name,
+        **note,
+        "name": note["name"] or run.folder.name,
         "folder": as_shown(run.folder),
         "version": run.version,
         "now": now,
@@ -50,7 +53,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "why": why_ended(run),
         "began": 0.0 if main is None else main.first_time,
         "clock": {"steps": [], "times": [], "epochs": []} if main is None else _clock(main),
-        "settings": _settings(run),
+        "settings": settings(run),
         "output": run.output.read(),
         "hours": hours(run.folder),
         "curves": {},
@@ -106,14 +109,12 @@ def _clock(rank: Rank) -> Clock:
     }
 
 
-def _settings(run: RunFiles) -> Facts:
-    """Return the run's settings: the main rank's facts, and the trackers' configuration."""
+def settings(run: RunFiles) -> Facts:
+    """Return the run's settings: the arguments of its command, the trackers' configuration, the main rank's facts."""
     facts = {} if run.main is None else run.main.facts
-    config = _flat(run.config, "")
-    return {
-        **{name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None},
-        **config,
-    }
+    arguments, config = arguments_of(str(facts.get("command") or "")), _flat(run.config, "")
+    known = {name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None}
+    return {**_flat(arguments, ""), **config, **known, **config}  # the configuration first, and before equal names
 
 
 def _flat(config: Mapping[str, object], prefix: str) -> Facts:

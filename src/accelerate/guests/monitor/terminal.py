@@ -86,7 +86,7 @@ def table(runs: RunList) -> list[str]:
     for run in runs["runs"]:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["began"]))
         step = "-" if run["step"] is None else str(run["step"])
-        loss = "-" if run["loss"] is None else _number(run["loss"])
+        loss = _number(run["numbers"].get("loss", "-"))
         rows.append((run["run"], run["state"].upper(), began, step, loss, str(run["num_ranks"])))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
