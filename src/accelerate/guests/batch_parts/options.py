@@ -32,7 +32,7 @@ class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_"
 @final
 @dataclass
 class FingerprintOptions(OptionGroup, title="Fingerprints", env="ACCELERATE_", flag=""):
-    """The file of fingerprints, which tells the first update at which two runs differ."""
+    """The file of fingerprints, for a comparison of two runs update by update."""
 
     fingerprint_every: int | None = option(
         None,

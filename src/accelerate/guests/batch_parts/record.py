@@ -51,7 +51,7 @@ class FingerprintLog(LoopHook):
             self._loader = id(run.gradient_state.loaders.active)
 
     def begin_pass(self, loader: object) -> None:
-        """Write what a loop that ended by ``break`` has left."""
+        """Write the last fingerprint of a loop that ended by ``break``."""
         self.between_batches(loader)
 
     def between_batches(self, loader: object) -> None:
