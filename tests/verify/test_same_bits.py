@@ -78,6 +78,15 @@ def test_a_layout_without_the_promise_is_refused(tmp_path: Path, capsys: pytest.
     )
 
 
+def test_a_loop_that_has_no_parts_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("with accelerator.accumulate(model):", "if True:"))
+    assert main([str(tmp_path / "train.py"), "--same_bits", "--layouts", "ranks2"]) == 2
+    said = capsys.readouterr().err
+    assert "train.py: backward() outside of accumulate(), with batch_parts=4" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_a_hash_adds_up_over_shards_and_copies_and_sees_each_bit(dtype: torch.dtype) -> None:
     values = (torch.randn(6, 5, dtype=torch.float64) * 9).to(dtype)
