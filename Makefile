@@ -21,7 +21,7 @@ help:            ## list the targets
 
 setup: .venv/.installed  ## create .venv with the tested versions
 
-demo: setup      ## train on 1 and on 2 processes, compare, plot (demo_output/)
+demo: setup      ## train on 1, 2 and 4 processes, compare, plot (demo_output/)
 	$(BIN)/python examples/demo.py --output_dir demo_output
 
 test: setup      ## run every test

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LINE_STYLES = ("-", "--", ":", "-.")
 TITLES = {"loss": "training loss", "accuracy": "held-out accuracy", "f1": "held-out F1"}
 
 
-def plot_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | Path, title: str) -> Path:
+def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path, title: str) -> Path:
     """A PNG at `path` with one panel a quantity, and in it one line a run.
 
-    `runs` names each run and gives its epochs in order, each a mapping such as {"epoch": 1, "loss": 0.5}.
+    `runs` names each run and gives its epochs in order, each a mapping such as {"epoch": 1, "loss": 0.5}. Texts aren't
+    drawn.
     """
     import matplotlib
 
@@ -20,7 +22,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | P
     from matplotlib import pyplot
 
     epochs_of_first = next(iter(runs.values()))
-    quantities = [name for name in epochs_of_first[0] if name != "epoch"]
+    quantities = [name for name, value in epochs_of_first[0].items() if name != "epoch" and not isinstance(value, str)]
     figure, panels = pyplot.subplots(1, len(quantities), figsize=(4.2 * len(quantities), 3.4), squeeze=False)
     for panel, quantity in zip(panels[0], quantities, strict=True):
         for index, (name, epochs) in enumerate(runs.items()):

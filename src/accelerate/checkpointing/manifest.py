@@ -186,7 +186,7 @@ class Manifest:
 
 
 class WithManifest(ABC):
-    """A checkpoint with the epoch and metrics of its manifest, if it has one."""
+    """A checkpoint with the epoch, metrics and fingerprint of its manifest, if it has one."""
 
     manifest: Manifest | None
 
@@ -199,6 +199,11 @@ class WithManifest(ABC):
     def metrics(self) -> Mapping[str, float]:
         """The metrics that were given to ``save_state``."""
         return {} if self.manifest is None else self.manifest.details.get("metrics", {})
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The SHA-256 of ``Accelerator.fingerprint()`` at the save; None if none was recorded."""
+        return None if self.manifest is None else self.manifest.details.get("fingerprint")
 
 
 def _refuse_name(name: str) -> None:

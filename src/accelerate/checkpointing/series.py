@@ -102,6 +102,7 @@ class Entry(WithManifest):
             "step": self.step,
             "epoch": self.epoch,
             "metrics": dict(self.metrics),
+            "fingerprint": self.fingerprint,
             "bytes": self.num_bytes,
             "pinned": self.is_pinned,
             "world_size": manifest.world_size if manifest else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointNotFound
@@ -21,25 +21,20 @@ def checkpoints_command_parser(subparsers: Subparsers | None = None) -> argparse
     """Create the parser of ``accelerate checkpoints``."""
     parser = command_parser("checkpoints", _DESCRIPTION, subparsers)
     parser.add_argument("folder", help="A project, its folder of checkpoints, or one checkpoint; a path or a URL.")
-    parser.add_argument(
-        "--check", action="store_true", help="Compare every byte with the manifest, not only names and sizes."
-    )
+    parser.add_argument("--check", action="store_true", help="Compare every byte with the manifest, not only sizes.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects for programs.")
+    parser.add_argument("--compare", metavar="FOLDER", help="Compare fingerprints with those of the same step there.")
     parser.add_argument("--pin", metavar="NAME", help="Keep this checkpoint, whatever the limits of the run say.")
     parser.add_argument("--unpin", metavar="NAME", help="Subject this checkpoint to the limits of the run again.")
     parser.add_argument(*spellings("--best_metric"), metavar="METRIC", help="Mark the best one by this metric.")
-    parser.add_argument(
-        *spellings("--best_mode"),
-        choices=("min", "max"),
-        default="min",
-        help="Whether less or more of the metric is better.",
-    )
+    modes = ("min", "max")
+    parser.add_argument(*spellings("--best_mode"), choices=modes, default="min", help="Which value of it is better.")
     parser.set_defaults(func=checkpoints_command)
     return parser
 
 
 def checkpoints_command(args: argparse.Namespace) -> int:
-    """Print the listing and return 0 when at least one checkpoint loads, else 1.
+    """Print the listing and return 0 when at least one checkpoint loads and no compared one differs, else 1.
 
     Raises:
         CheckpointNotFound: there is no checkpoint in the folder, or none of the given name.
@@ -53,15 +48,31 @@ def checkpoints_command(args: argparse.Namespace) -> int:
     for name, change in ((args.pin, pin), (args.unpin, unpin)):
         if name is not None:
             change(_named(name, entries).storage)
-    if args.pin is not None or args.unpin is not None:
-        entries = list_checkpoints(args.folder, contents=args.check)
+            entries = list_checkpoints(args.folder, contents=args.check)
+    compared = {} if args.compare is None else _compared(entries, args.compare)
     options = ProjectOptions(best_metric=args.best_metric, best_mode=args.best_mode)
     marked = {entry.name for entry in best([entry for entry in entries if entry.problem is None], options)}
     if args.json:
-        print(json.dumps([{**entry.as_json(), "best": entry.name in marked} for entry in entries], indent=2))
+        told = [{**e.as_json(), "best": e.name in marked, "compared": compared.get(e.name)} for e in entries]
+        print(json.dumps(told, indent=2))
     else:
-        print(table(entries, marked))
-    return 0 if any(entry.problem is None for entry in entries) else 1
+        print(table(entries, marked, compared))
+    return 0 if any(entry.problem is None for entry in entries) and "differs" not in compared.values() else 1
+
+
+def _compared(entries: Sequence[Entry], folder: str) -> dict[str, str]:
+    """Return by name whether the fingerprint of an entry is that of the same step in ``folder``.
+
+    Raises:
+        CheckpointNotFound: there are no two such fingerprints.
+    """
+    from ..checkpointing.series import list_checkpoints
+
+    there = {entry.step: entry.fingerprint for entry in list_checkpoints(folder) if entry.fingerprint}
+    known = [entry for entry in entries if entry.fingerprint and entry.step in there]
+    if not known:
+        raise CheckpointNotFound(f"--compare {folder}: no two checkpoints of one step have fingerprints.")
+    return {entry.name: "equal" if entry.fingerprint == there[entry.step] else "differs" for entry in known}
 
 
 def _named(name: str, entries: Sequence[Entry]) -> Entry:
@@ -71,11 +82,13 @@ def _named(name: str, entries: Sequence[Entry]) -> Entry:
     raise CheckpointNotFound(f"no checkpoint {name!r}; there are {', '.join(entry.name for entry in entries)}")
 
 
-def table(entries: Sequence[Entry], best: set[str]) -> str:
+def table(entries: Sequence[Entry], best: set[str], compared: Mapping[str, str]) -> str:
     """Format the listing: one line per checkpoint, and below it the problems of those that don't load."""
     from ..checkpointing.manifest import format_bytes
 
-    rows = [("checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", "valid")]
+    prints = {entry.name: entry.fingerprint[:12] for entry in entries if entry.fingerprint}
+    optional = {title: cells for title, cells in (("fingerprint", prints), ("compared", compared)) if cells}
+    rows = [("checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", *optional, "valid")]
     for entry in entries:
         manifest = entry.manifest
         rows.append(
@@ -87,6 +100,7 @@ def table(entries: Sequence[Entry], best: set[str]) -> str:
                 format_bytes(entry.num_bytes),
                 str(manifest.world_size) if manifest else "-",
                 manifest.strategy if manifest else "-",
+                *(cells.get(entry.name, "-") for cells in optional.values()),
                 "yes" if entry.problem is None else "no",
             )
         )

@@ -113,3 +113,41 @@ def test_a_listing_starts_without_torch(run: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "checkpoint_1" in done.stdout
+
+
+def saved_with_fingerprints(folder: Path, fingerprints: dict[int, str]) -> str:
+    """A project with one checkpoint for each step; "" saves no fingerprint."""
+    options = ProjectOptions(project_dir=str(folder), automatic_checkpoint_naming=True)
+    for step, fingerprint in fingerprints.items():
+        details = {"fingerprint": fingerprint} if fingerprint else {}
+        write_checkpoint(project=options, weights=[{"w": torch.zeros(9)}], step=step, strategy="NO", details=details)
+    return str(folder)
+
+
+def test_fingerprints_are_shown_and_compared_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64, 20: "b" * 64, 30: "c" * 64, 40: ""})
+    two = saved_with_fingerprints(tmp_path / "two", {20: "b" * 64, 30: "d" * 64, 40: "e" * 64})
+    assert checkpoints.main([one]) == 0
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()] == [
+        "fingerprint", "a" * 12, "b" * 12, "c" * 12, "-",
+    ]  # fmt: skip
+    assert checkpoints.main([one, "--compare", two]) == 1
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()] == [
+        "compared", "-", "equal", "differs", "-",
+    ]  # fmt: skip
+    assert checkpoints.main([f"{one}/checkpoints/checkpoint_1", "--compare", f"{two}/checkpoints/checkpoint_0"]) == 0
+    capsys.readouterr()
+    assert checkpoints.main([one, "--compare", two, "--json"]) == 1
+    assert [(entry["fingerprint"], entry["compared"]) for entry in json.loads(capsys.readouterr().out)] == [
+        ("a" * 64, None), ("b" * 64, "equal"), ("c" * 64, "differs"), (None, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [{}, {10: ""}, {20: "a" * 64}], ids=str)
+def test_a_comparison_of_nothing_is_refused(
+    other: dict[int, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64})
+    two = saved_with_fingerprints(tmp_path / "two", other)
+    assert checkpoints.main([one, "--compare", two]) == 2
+    assert f"--compare {two}: no two checkpoints of one step have fingerprints." in capsys.readouterr().err

@@ -7,6 +7,7 @@
 - `statistics`: running statistics of BatchNorm, in the order of the parts.
 - `fixed_order`: norms in an order that doesn't depend on sharding.
 - `hashes`: one hash of all that training has changed.
+- `record`: the file of hashes, one each n updates.
 - `parts`: what begins and ends with a part or an update.
 - `replicas`, `shards`: the strategies.
 """
@@ -45,7 +46,7 @@ GUEST: Final = Guest(
             is_instead_of_others=True,
         ),
     ),
-    runs=(f"{__name__}:attach",),
+    runs=(f"{__name__}:attach", f"{__name__}:attach_log"),
     functions={"fingerprint": f"{__name__}:fingerprint"},
     settings=f"{__name__}.options:GROUPS",
 )
@@ -70,3 +71,15 @@ def attach(run: Accelerator, asked: object) -> LoopHook | None:
     assert isinstance(strategy, (PartReplicas, PartShards)), "chosen for such settings"
     strategy.parts.attach(run)
     return strategy.parts
+
+
+def attach_log(run: Accelerator, asked: object) -> LoopHook | None:
+    """Return the hook that writes the fingerprints of ``run``; None if they aren't asked for."""
+    from .options import FingerprintOptions
+
+    options = run.settings.find(FingerprintOptions)
+    if options is None or options.fingerprint_every is None:
+        return None
+    from .record import FingerprintLog
+
+    return FingerprintLog(run, options.fingerprint_every)

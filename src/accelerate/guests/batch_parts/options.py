@@ -1,4 +1,4 @@
-"""The option of parts, and its checks; imported with the settings, so torch isn't."""
+"""The options of parts and of fingerprints, and their checks; imported with the settings, so torch isn't."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_"
     )
 
 
+@final
+@dataclass
+class FingerprintOptions(OptionGroup, title="Fingerprints", env="ACCELERATE_", flag=""):
+    """The file of fingerprints, for a comparison of two runs update by update."""
+
+    fingerprint_every: int | None = option(
+        None,
+        "Write accelerator.fingerprint() to fingerprints.jsonl in the logging folder each time so many updates are "
+        "done.",
+        kind="int",
+        minimum=1,
+        quiet=True,
+        guest="batch_parts",
+    )
+
+
 def check(settings: Settings) -> None:
     """Raise SettingError if parts are asked for beside an engine that sums gradients itself."""
     asked = settings.find(BatchPartsOptions)
@@ -42,4 +58,7 @@ def check(settings: Settings) -> None:
             )
 
 
-GROUPS: Final = (Group("batch_parts", BatchPartsOptions, check=check, keyword="batch_parts"),)
+GROUPS: Final = (
+    Group("batch_parts", BatchPartsOptions, check=check, keyword="batch_parts"),
+    Group("fingerprints", FingerprintOptions, keyword="fingerprint_every"),
+)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ...commands.parser import Subparsers, command_parser, run_with_script_arguments
+from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
 from .options import add_num_steps
 
 _DESCRIPTION: Final = (
@@ -30,6 +30,12 @@ def verify_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
         "--dtype",
         choices=("float64", "float32"),
         help="The dtype to compute in; without it, float64 if the script allows it, else its own.",
+    )
+    parser.add_argument(
+        *spellings("--same_bits"),
+        action="store_true",
+        help="Compute each update in parts that don't depend on the layout (batch_parts), with dropout, and compare "
+        "every bit.",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="Write what was compared to FILE, as JSON.")
     parser.add_argument("--html", type=Path, metavar="FILE", help="Write a page with the differences to FILE.")
@@ -54,9 +60,10 @@ def verify_command(args: argparse.Namespace) -> int:
         return 0 if text else 2
     try:
         _check(args)
-        layouts = chosen(args.layouts)
-        print(f"Comparing {args.num_steps} updates on the CPU, without dropout ...", file=sys.stderr, flush=True)
-        proof = prove(args.script, args.script_args, args.num_steps, layouts, args.dtype)
+        layouts = chosen(args.layouts, same_bits=args.same_bits)
+        how = "by every bit" if args.same_bits else "without dropout"
+        print(f"Comparing {args.num_steps} updates on the CPU, {how} ...", file=sys.stderr, flush=True)
+        proof = prove(args.script, args.script_args, args.num_steps, layouts, args.dtype, same_bits=args.same_bits)
     except VerificationError as error:
         print(f"accelerate verify: {error}", file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ class Conditions:
         divides_itself: the script makes its batches smaller by the number of shares itself.
         counts_updates: the lengths of loaders that the script asks for are in updates, not in micro-batches.
         dtype: the dtype of parameters and inputs; "" leaves them as they are.
+        batch_parts: the number of parts of an update, which makes every bit equal; 0 leaves it as it is.
         mixed_precision: of the Accelerator; "" leaves it as it is.
         mesh: the size of each axis of parallelism that isn't 1, in place of the script's own sizes.
         shards: the model is sharded by FSDP; if not, the script's own FSDP plugin isn't used.
@@ -47,6 +48,7 @@ class Conditions:
     divides_itself: bool = False
     counts_updates: bool = False
     dtype: str = ""
+    batch_parts: int = 0
     mixed_precision: str = ""
     mesh: dict[str, int] = field(default_factory=dict[str, int])
     shards: bool = False

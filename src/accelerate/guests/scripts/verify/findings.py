@@ -20,6 +20,8 @@ SPREADS: Final = 20.0
 MEANINGFUL: Final = 1e-2
 #: The share of the norm of all tensors that counts as the least norm of one.
 _LEAST: Final = 1e-3
+#: A smaller relative difference may be rounding, in any dtype but those of 16 bits.
+_ROUNDING: Final = 1e-5
 
 _QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states": "optimizer state"}
 
@@ -41,6 +43,8 @@ CODES: Final = {
     "V13": "Gradients differ by no common factor.",
     "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
     "V15": "Ranks exchange gradients in each micro-batch, so accumulation saves no communication.",
+    "V16": "Values agree up to rounding, and their bits differ: a rank adds something of its own, or sums in another "
+    "order.",
 }
 
 
@@ -80,7 +84,7 @@ def together(parts: Sequence[Moments | None]) -> Value:
         return Value(None, differs=False)
     if all(part.held == part.size for part in held):
         first = held[0]
-        differs = any(distance(first, other, first.norm) > 1e-12 for other in held[1:])
+        differs = any(distance(first, other, first.norm) > 1e-12 or other.bits != first.bits for other in held[1:])
         return Value(first, differs or len(held) != len(parts))
     total = held[0]
     for other in held[1:]:
@@ -145,6 +149,7 @@ class Bounds:
     """The bounds of differences: a constant, or a multiple of what another order of sums changes in the reference.
 
     What changed in a tensor is seen by three sums, which may miss it by chance: the median of all tensors counts too.
+    A base of 0 compares all bits.
     """
 
     base: float
@@ -177,6 +182,12 @@ class Bounds:
         """Return the largest difference that rounding explains."""
         spread = max(self.spread.get((number, kind, name), 0.0), self.medians.get((number, kind), 0.0))
         return max(self.base, SPREADS * spread)
+
+    def excess(self, number: int, kind: str, name: str, before: Moments, after: Moments, scale: float) -> float:
+        """Return how many times the bound two tensors differ."""
+        if not self.base:
+            return 0.0 if before.bits == after.bits else math.inf
+        return distance(before, after, scale) / self.bound(number, kind, name)
 
     def first_spread(self) -> float:
         """Return the largest change of a gradient in the first update."""
@@ -218,7 +229,7 @@ def excesses_of(layout: Layout, reference: History, run: History, bounds: Bounds
                 bound = bounds.bound(number, kind, name)
                 other = after[name].moments if name in after else None
                 if value.moments is not None and other is not None and bounds.is_meaningful(bound):
-                    excesses.append(distance(value.moments, other, scale) / bound)
+                    excesses.append(bounds.excess(number, kind, name, value.moments, other, scale))
             if excesses:
                 found.setdefault(kind, []).append(max(excesses))
     return found
@@ -251,6 +262,8 @@ class _StepComparison:
             yield self._finding("learning rate", "", code, text, ratio)
         yield from self._of_tensors("weights")
         yield from self._of_tensors("states")
+        if expected.fingerprint != found.fingerprint:
+            yield self._finding("fingerprint", "", "V16", "a buffer, a schedule, a random stream or a position differs")
         num_batches = len(set(map(tuple, found.samples)))
         if 1 < num_batches <= found.num_reductions:
             text = f"{found.num_reductions} in an update of {num_batches} micro-batches: accumulation saves nothing"
@@ -288,13 +301,17 @@ class _StepComparison:
                 return
             if not self._bounds.is_meaningful(bound) or (self._layout.precision and kind != "gradients"):
                 continue  # a gradient near zero, rounded to the other sign, makes another step of the whole rate
-            excess = distance(expected, found, scale) / bound
+            excess = self._bounds.excess(self._number, kind, name, expected, found, scale)
             if excess > max(1.0, largest[0] if largest else 0.0):
                 largest = excess, name, expected, found
         if largest is not None:
             _, name, expected, found = largest
             factor = _factor(expected, found)
-            code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
+            gap = distance(expected, found, scale)
+            if not self._bounds.base and gap < _ROUNDING and not self._run.parts[self._number]:
+                code, text, factor = "V16", f"its bits differ, by {gap:.1e} of its norm", None
+            else:
+                code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
             yield self._finding(_QUANTITIES[kind], name, code, text + (self._hint() if code == "V13" else ""), factor)
 
     def _hint(self) -> str:

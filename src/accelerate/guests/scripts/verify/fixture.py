@@ -23,12 +23,14 @@ def verified(record_property: Callable[[str, object], None]) -> Callable[..., Pr
         layouts: str | Sequence[str] | None = None,
         num_steps: int = 8,
         dtype: str | None = None,
+        same_bits: bool = False,
     ) -> Proof:
         """Compare layouts of a script, and return what was compared.
 
         Args:
             arguments: the script's own.
             layouts: names, as for `--layouts`; None means all.
+            same_bits: compare every bit, as for `--same_bits`.
 
         Raises:
             VerificationError: the script doesn't run as one process.
@@ -38,7 +40,9 @@ def verified(record_property: Callable[[str, object], None]) -> Callable[..., Pr
         from .report import as_json, as_text
 
         names = ",".join(layouts) if layouts is not None and not isinstance(layouts, str) else layouts
-        proof = prove(Path(script), arguments, num_steps, chosen(names), dtype)
+        proof = prove(
+            Path(script), arguments, num_steps, chosen(names, same_bits=same_bits), dtype, same_bits=same_bits
+        )
         record_property("accelerate verify", json.dumps(as_json(proof)))
         if proof.exit_code:
             pytest.fail(as_text(proof), pytrace=False)

@@ -25,6 +25,7 @@ class Layout:
         recomputes: computes activations again in the backward pass.
         resumes: how often the run is stopped and resumed.
         resumed_ranks: the number of processes of the resumed runs; 0: as before.
+        is_exact: with parts of a batch, it computes the bits of one process.
         needs: returns why a script with this reference can't be run so; "" if it can.
     """
 
@@ -38,6 +39,7 @@ class Layout:
     recomputes: bool = False
     resumes: int = 0
     resumed_ranks: int = 0
+    is_exact: bool = False
     needs: Callable[[Record], str] = lambda reference: ""
 
     @property
@@ -50,7 +52,8 @@ def _accelerated(reference: Record) -> str:
     return "" if "Accelerator" in reference.uses else "the script doesn't use the Accelerator"
 
 
-def _accumulating(reference: Record) -> str:
+def accumulating(reference: Record) -> str:
+    """Return why a script's batches can't be divided into micro-batches; "" if they can."""
     if not {"accumulate", "Trainer"} & set(reference.uses):
         return "the script doesn't call accelerator.accumulate()"
     if "batch sampler" in reference.uses:
@@ -79,18 +82,19 @@ _FSDP2: Final = (*_FSDP, "--fsdp_version", "2")
 
 #: In the order of the report.
 LAYOUTS: Final = (
-    Layout("ranks2", "2 processes that share each batch", 2),
-    Layout("ranks4", "4 processes that share each batch", 4),
-    Layout("parts2", "each batch in 2 micro-batches", num_parts=2, needs=_accumulating),
-    Layout("parts4", "each batch in 4 micro-batches", num_parts=4, needs=_accumulating),
-    Layout("ranks2_parts2", "2 processes, each batch in 2 micro-batches", 2, num_parts=2, needs=_accumulating),
-    Layout("fsdp2", "2 processes, sharded by FSDP 2", 2, _FSDP2, needs=_accelerated),
+    Layout("ranks2", "2 processes that share each batch", 2, is_exact=True),
+    Layout("ranks4", "4 processes that share each batch", 4, is_exact=True),
+    Layout("parts2", "each batch in 2 micro-batches", num_parts=2, needs=accumulating),
+    Layout("parts4", "each batch in 4 micro-batches", num_parts=4, needs=accumulating),
+    Layout("ranks2_parts2", "2 processes, each batch in 2 micro-batches", 2, num_parts=2, needs=accumulating),
+    Layout("fsdp2", "2 processes, sharded by FSDP 2", 2, _FSDP2, is_exact=True, needs=_accelerated),
     Layout(
         "hsdp",
         "4 processes: 2 copies, each sharded over 2",
         4,
         _FSDP2,
         (("dp_replicate", 2), ("dp_shard", 2)),
+        is_exact=True,
         needs=_accelerated,
     ),
     Layout("fsdp1", "2 processes, sharded by FSDP 1", 2, (*_FSDP, "--fsdp_version", "1"), needs=_accelerated),
@@ -110,30 +114,35 @@ LAYOUTS: Final = (
     Layout("fsdp2_bf16", "2 processes in bfloat16, sharded", 2, _FSDP2, precision="bf16", needs=_accelerated),
     Layout("recompute", "activations computed again", recomputes=True, needs=_accelerated),
     Layout("compile", "torch.compile", flags=("--dynamo_backend", "aot_eager"), needs=_accelerated),
-    Layout("resume", "stopped and resumed, twice", resumes=2, needs=_resumable),
+    Layout("resume", "stopped and resumed, twice", resumes=2, is_exact=True, needs=_resumable),
     Layout(
         "resume_ranks",
         "2 processes, stopped, resumed on 1",
         2,
         resumes=1,
         resumed_ranks=1,
+        is_exact=True,
         needs=_resumable,
     ),
 )
 
 
-def chosen(names: str | None) -> tuple[Layout, ...]:
+def chosen(names: str | None, *, same_bits: bool = False) -> tuple[Layout, ...]:
     """Return the layouts with these names, separated by commas; None means all.
+
+    Args:
+        same_bits: know only those that compute the bits of one process.
 
     Raises:
         VerificationError: a layout has no such name, or none is named.
     """
+    known = {layout.name: layout for layout in LAYOUTS if layout.is_exact or not same_bits}
     if names is None:
-        return LAYOUTS
-    known = {layout.name: layout for layout in LAYOUTS}
+        return tuple(known.values())
     asked = names.replace(",", " ").split()
     wrong = ", ".join(name for name in asked if name not in known)
     if wrong or not asked:
-        why = f"{wrong}: no such layout" if wrong else f"{names!r} names no layout"
+        kind = "layout of --same_bits" if same_bits else "layout"
+        why = f"{wrong}: no such {kind}" if wrong else f"{names!r} names no {kind}"
         raise VerificationError(f"--layouts {why}. Choose among {', '.join(known)}.")
     return tuple(known[name] for name in asked)

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from .prove import Outcome, Proof
-from .report import finding_text, result_text
+from .report import finding_text, result_text, title_of
 
 _WIDTH: Final = 560
 _HEIGHT: Final = 160
@@ -36,7 +36,7 @@ def as_html(proof: Proof) -> str:
     )
     parts = [
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>',
-        f"<h1>{title}</h1><p>{proof.num_updates} updates of one process in {proof.dtype}, and the same in layouts.</p>",
+        f"<h1>{title}</h1><p>{title_of(proof)}.</p>",
         f"<table><tr><th>layout</th><th>run</th><th>result</th></tr>{rows}</table>",
     ]
     parts += [f"<p>{html.escape(note)}</p>" for note in proof.notes]
@@ -44,7 +44,7 @@ def as_html(proof: Proof) -> str:
     if differing:
         parts.append("<h2>First differences</h2>")
         parts += [f"<pre>{html.escape(finding_text(proof, outcome))}</pre>" for outcome in differing]
-    drawn = [outcome for outcome in proof.outcomes if outcome.excesses]
+    drawn = [outcome for outcome in proof.outcomes if outcome.excesses and not proof.same_bits]
     if drawn:
         parts.append(
             "<h2>Differences by update</h2><p>The largest difference of an update over its bound, on a scale of powers "

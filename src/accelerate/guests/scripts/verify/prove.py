@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, final
 
 from .conditions import Conditions
 from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference
-from .layouts import Layout
+from .layouts import Layout, accumulating
 from .record import Record
 from .runs import LayoutRefused, Runs, VerificationError
 
@@ -56,6 +56,7 @@ class Proof:
         dtype: the dtype that all runs computed in.
         num_updates: the number of updates of the reference.
         notes: what was left out of the comparison, and why.
+        same_bits: all bits were compared.
     """
 
     script: Path
@@ -63,6 +64,7 @@ class Proof:
     num_updates: int
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list[str])
+    same_bits: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -74,18 +76,26 @@ class Proof:
 
 
 def prove(
-    script: Path, arguments: Sequence[str], num_steps: int, layouts: Iterable[Layout], dtype: str | None = None
+    script: Path,
+    arguments: Sequence[str],
+    num_steps: int,
+    layouts: Iterable[Layout],
+    dtype: str | None = None,
+    *,
+    same_bits: bool = False,
 ) -> Proof:
     """Train with `script` as one process and in `layouts`, and return what differs.
 
     Args:
         dtype: the dtype to compute in; None means float64 where the script allows it, else its own.
+        same_bits: compute each update in parts of one batch, in all runs, and compare all bits.
 
     Raises:
         VerificationError: the script doesn't run as one process.
     """
     with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as name:
-        return _Prover(Runs(Path(name), script, list(arguments), num_steps), dtype).prove(layouts)
+        runs = Runs(Path(name), script, list(arguments), num_steps)
+        return _Prover(runs, dtype, same_bits=same_bits).prove(layouts)
 
 
 @final
@@ -100,13 +110,16 @@ class _Reference(NamedTuple):
 
 @final
 class _Prover:
-    def __init__(self, runs: Runs, dtype: str | None) -> None:
+    def __init__(self, runs: Runs, dtype: str | None, *, same_bits: bool = False) -> None:
         self._runs = runs
         self._notes: list[str] = []
         self._references: dict[str, _Reference] = {}
         self._conditions = Conditions(
             runs.num_steps, splits_batches=True, multiple=_MULTIPLE, dtype=dtype or "float64", keeps_tensors=True
         )
+        self._same_bits = same_bits
+        if same_bits:  # a share of a batch is a part
+            self._conditions = replace(self._conditions, batch_parts=_MULTIPLE, num_shares=_MULTIPLE)
         self._may_fall_back = dtype is None
         text = runs.script.read_text(encoding="utf-8", errors="replace")
         self._is_by_hand = "init_process_group" in text and "Accelerator" not in text
@@ -114,23 +127,30 @@ class _Prover:
     def prove(self, layouts: Iterable[Layout]) -> Proof:
         reference = self._reference("")
         outcomes = [self._outcome(layout, reference.record) for layout in layouts]
-        return Proof(self._runs.script, reference.dtype, len(reference.history.steps), outcomes, self._notes)
+        num_updates = len(reference.history.steps)
+        return Proof(self._runs.script, reference.dtype, num_updates, outcomes, self._notes, self._same_bits)
 
     def _reference(self, precision: str) -> _Reference:
         """Return the run of one process, in a mixed precision or without; it runs once."""
         if precision not in self._references:
             records = self._run("1 process", self._conditions_of(precision)) if precision else self._first_run()
             conditions = self._conditions_of(precision)
-            other = replace(conditions, reorders=True, noise=_NOISE if precision else 0.0)
-            reordered = History.of(self._run("sums in another order", other))
             dtype = conditions.dtype or ("bfloat16" if records[0].is_rounded else "float32")
-            history = History.of(records)
-            bounds = Bounds.of(BASES.get(dtype, BASES["float32"]), history, reordered)
-            if dtype == "float64" and bounds.first_spread() > _ROUNDED:
-                dtype, bounds = "float32", Bounds.of(BASES["float32"], history, reordered)
-                self._notes.append("Parts of the script compute in float32, so differences may hide in rounding.")
+            history, bounds = History.of(records), Bounds(0.0)
+            if not self._same_bits:
+                dtype, bounds = self._bounds(history, dtype, conditions)
             self._references[precision] = _Reference(records[0], history, bounds, dtype)
         return self._references[precision]
+
+    def _bounds(self, history: History, dtype: str, conditions: Conditions) -> tuple[str, Bounds]:
+        """Run the reference with its sums in another order; return the dtype that it computes in, and the bounds."""
+        other = replace(conditions, reorders=True, noise=_NOISE if conditions.mixed_precision else 0.0)
+        reordered = History.of(self._run("sums in another order", other))
+        bounds = Bounds.of(BASES.get(dtype, BASES["float32"]), history, reordered)
+        if dtype == "float64" and bounds.first_spread() > _ROUNDED:
+            self._notes.append("Parts of the script compute in float32, so differences may hide in rounding.")
+            return "float32", Bounds.of(BASES["float32"], history, reordered)
+        return dtype, bounds
 
     def _conditions_of(self, precision: str) -> Conditions:
         return replace(self._conditions, dtype="", mixed_precision=precision) if precision else self._conditions
@@ -139,6 +159,8 @@ class _Prover:
         try:
             return self._run("1 process", self._conditions)
         except VerificationError as error:
+            if self._same_bits and isinstance(error, LayoutRefused):
+                raise VerificationError(f"{self._runs.script}: {error.reason}") from None
             if not self._may_fall_back:
                 raise
             self._conditions = replace(self._conditions, dtype="")
@@ -157,10 +179,10 @@ class _Prover:
         return self._runs.observe_under(conditions, title, self._runs.script, ranks, flags, by_hand=self._is_by_hand)
 
     def _outcome(self, layout: Layout, first: Record) -> Outcome:
-        why = layout.needs(first)
+        why = layout.needs(first) or (accumulating(first) if self._same_bits else "")
         if not why and layout.ranks > 1 and not {"Accelerator", "group"} & set(first.uses):
             why = "the script is for one process"
-        if not why and layout.ranks * layout.num_parts > 1 and first.draws:
+        if not why and layout.ranks * layout.num_parts > 1 and first.draws and not self._same_bits:
             why = "the loop draws random numbers, and others for other parts of a batch"
         if why:
             return Outcome(layout, "skipped", why)
@@ -168,7 +190,7 @@ class _Prover:
         try:
             reference = self._reference(layout.precision)
             run, finding = self._compared(layout, reference, {})
-            for changes in _retries(layout, finding):
+            for changes in () if self._same_bits else _retries(layout, finding):
                 other, found = self._compared(layout, reference, changes)
                 if finding is not None and (found is None or found.code != finding.code):
                     run, finding = other, found
@@ -216,7 +238,7 @@ class _Prover:
                 resumes_from=saved,
             )
             ranks = layout.resumed_ranks if number and layout.resumed_ranks else layout.ranks
-            if ranks != layout.ranks:
+            if ranks != layout.ranks and not self._same_bits:
                 part = replace(part, num_shares=1, divides_itself=False)
             runs.append(self._run(f"{layout.name}, part {number + 1}", part, layout, ranks))
             taken += len(runs[-1][0].steps)

@@ -20,6 +20,7 @@ class Moments(NamedTuple):
         square: the sum of the squares.
         projection: the sum of the values, each times a fixed number in [-1, 1] for its place in the whole tensor.
         dtype: the dtype, without "torch.".
+        bits: the sum over the elements of a hash of their bits and place, modulo 2^64; 0 if it isn't taken.
     """
 
     held: int
@@ -28,6 +29,7 @@ class Moments(NamedTuple):
     square: float
     projection: float
     dtype: str
+    bits: int = 0
 
     @property
     def norm(self) -> float:
@@ -43,12 +45,14 @@ class Moments(NamedTuple):
             self.square + other.square,
             self.projection + other.projection,
             self.dtype,
+            self.bits + other.bits,
         )
 
     def divided(self, copies: float) -> Moments:
         """Return the moments of one of several equal copies."""
         total, square, projection = (value / copies for value in (self.total, self.square, self.projection))
-        return Moments(round(self.held / copies), self.size, total, square, projection, self.dtype)
+        bits = self.bits // max(round(copies), 1) % 2**64
+        return Moments(round(self.held / copies), self.size, total, square, projection, self.dtype, bits)
 
 
 @final
@@ -67,6 +71,7 @@ class Step:
         place: the line of the script that called `step`, and the last one that called `backward`.
         num_reductions: how many backward passes since the last step averaged gradients over the ranks.
         num_clips: how often gradients were clipped by their norm since the last step.
+        fingerprint: `Accelerator.fingerprint()` after the step, if all bits are compared.
     """
 
     optimizer: int = 0
@@ -79,6 +84,7 @@ class Step:
     place: list[int] = field(default_factory=list[int])
     num_reductions: int = 0
     num_clips: int = 0
+    fingerprint: str = ""
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Step:

@@ -47,7 +47,7 @@ class Recorder:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._random_state: bytes | None = None  # at the last backward pass of this pass through a loader
         self._depth = 0
-        self._places = Places()
+        self._places = Places(takes_bits=bool(conditions.batch_parts))
         self._roots: dict[str, torch.nn.Module] | None = None
         self._made: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # modules, numbered
         self._num_made = 0
@@ -208,11 +208,12 @@ class Recorder:
 
     def _fetching(self, fetch: Callable[..., object]) -> Callable[..., object]:
         def fetched(fetcher: object, index: object) -> object:
-            if isinstance(index, list):
-                self._batch = [one if isinstance(one, int) else int(one) for one in index]
+            indices = getattr(index, "indices", index)  # those with a seed for each sample
+            if isinstance(indices, list):
+                self._batch = [one if isinstance(one, int) else int(one) for one in indices]
                 self._fetched.append(self._batch)
-                if self._conditions.reorders:
-                    index = index[::-1]
+                if self._conditions.reorders and index is indices:
+                    index = indices[::-1]
             return fetch(fetcher, index)
 
         return fetched
@@ -298,6 +299,7 @@ class Recorder:
             [self._line_of(sys._getframe(1)), self._line],
             self._num_reductions,
             self._num_clips,
+            self._accelerators[-1].fingerprint() if self._conditions.batch_parts and self._accelerators else "",
         )
         self._num_reductions = self._num_clips = 0
         self._record.steps.append(step)
@@ -425,7 +427,7 @@ class Recorder:
         record.normalizes = [
             type(found).__name__
             for found in gc.get_objects()
-            if issubclass(type(found), _BATCH_NORMS) and found.training
+            if issubclass(type(found), _BATCH_NORMS) and found.training and not self._conditions.batch_parts
         ]
         record.write(self._folder)
 

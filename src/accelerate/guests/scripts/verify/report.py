@@ -13,13 +13,19 @@ def as_text(proof: Proof) -> str:
     """Return a table of the layouts, and below it the first difference of each that differs."""
     rows = [(outcome.layout.name, outcome.layout.text, result_text(outcome)) for outcome in proof.outcomes]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [f"{proof.script}: {proof.num_updates} updates of one process in {proof.dtype}, and the same in layouts"]
+    lines = [f"{proof.script}: {title_of(proof)}"]
     lines += [f"  {name:<{widths[0]}}  {text:<{widths[1]}}  {result}" for name, text, result in rows]
     for outcome in proof.outcomes:
         if outcome.state in ("differs", "failed"):
             lines += ["", finding_text(proof, outcome)]
     lines += [f"Note: {note}" for note in proof.notes]
     return "\n".join(lines)
+
+
+def title_of(proof: Proof) -> str:
+    """Return what was compared, as a sentence without a full stop."""
+    how = ", compared by every bit" if proof.same_bits else ""
+    return f"{proof.num_updates} updates of one process in {proof.dtype}, and the same in layouts{how}"
 
 
 def finding_text(proof: Proof, outcome: Outcome) -> str:
@@ -47,6 +53,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
     return {
         "script": str(proof.script),
         "dtype": proof.dtype,
+        "same_bits": proof.same_bits,
         "updates": proof.num_updates,
         "exit_code": proof.exit_code,
         "notes": proof.notes,

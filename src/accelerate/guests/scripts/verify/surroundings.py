@@ -34,10 +34,8 @@ _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dro
 def apply(conditions: Conditions, folder: Path) -> None:
     """Give this process the conditions of the run: seeds, no dropout, shared batches, the CPU, and no files."""
     set_seed(0)
-    for name in _DROPOUTS:
-        # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
-        wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
-    wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+    if not conditions.batch_parts:  # else all ranks draw the masks of the parts
+        _leave_out_dropout()
     if conditions.splits_batches:
         wrap(DataLoader, "__init__", partial(_with_full_batches, conditions))
     wrap(Accelerator, "__init__", partial(_under, conditions, folder))
@@ -51,6 +49,13 @@ def apply(conditions: Conditions, folder: Path) -> None:
         wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise))
     keep_files(folder)
     _without_cuda()
+
+
+def _leave_out_dropout() -> None:
+    for name in _DROPOUTS:
+        # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
+        wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
+    wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
 
 
 def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
@@ -116,6 +121,8 @@ def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) ->
             ]
         if conditions.dtype or conditions.mixed_precision:
             kwargs["mixed_precision"] = conditions.mixed_precision or "no"
+        if conditions.batch_parts:
+            kwargs["batch_parts"] = conditions.batch_parts
         if conditions.keeps_tensors:
             kwargs["parallelism_config"] = _mesh_of(conditions, kwargs.get("parallelism_config"))
             if not conditions.shards:

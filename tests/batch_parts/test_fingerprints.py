@@ -1,0 +1,86 @@
+"""Fingerprints of a run: those of its checkpoints, and the file of one each n updates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.checkpointing.series import inspect
+from accelerate.commands import checkpoints
+from accelerate.errors import SettingError
+from accelerate.utils import set_seed
+from tests.batch_parts.training import Dense, data, layout_options
+from tests.ranks import run_on_ranks
+
+
+def trains(folder: str, layout: str = "replicas", last: int = 10, num_parts: int | None = 6) -> str:
+    """Train to the update ``last``, save in the loop's body, and return the last fingerprint."""
+    accelerator = Accelerator(
+        cpu=True, batch_parts=num_parts, fingerprint_every=3, project_dir=folder, **layout_options(layout)
+    )
+    set_seed(3)
+    net: Any = Dense()
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader: Any = DataLoader(data(53, noisy=True), batch_size=2, shuffle=True)  # an epoch has 5 updates
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.7)
+    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
+    while optimizer.num_updates < last:
+        for rows, targets in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(F.cross_entropy(net(rows), targets))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and optimizer.num_updates in (6, 7):
+                accelerator.save_state(f"{folder}/{optimizer.num_updates}")
+            if optimizer.num_updates == last and accelerator.sync_gradients:
+                break
+    accelerator.end_training()
+    return accelerator.fingerprint()
+
+
+def lines_of(folder: Path) -> list[tuple[int, str]]:
+    lines = (folder / "fingerprints.jsonl").read_text().splitlines()
+    return [(line["step"], line["fingerprint"]) for line in map(json.loads, lines)]
+
+
+def test_a_file_has_the_fingerprint_of_each_third_update_on_any_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, sharded = (tmp_path / name for name in ("one", "two", "sharded"))
+    (last,) = run_on_ranks(trains, 1, str(one))
+    assert run_on_ranks(trains, 2, str(two)) == [last] * 2
+    assert run_on_ranks(trains, 2, str(sharded), "fsdp2") == [last] * 2
+    lines = lines_of(one)
+    assert [step for step, _ in lines] == [3, 6, 9] and len({print_ for _, print_ in lines}) == 3
+    assert lines_of(two) == lines_of(sharded) == lines
+    saved = inspect(one / "6").manifest
+    assert saved is not None and saved.details["fingerprint"] == lines[1][1]  # it was saved in the same body
+    capsys.readouterr()
+    assert checkpoints.main([str(one), "--compare", str(sharded)]) == 0
+    assert capsys.readouterr().out.count("equal") == 2
+    assert checkpoints.main([str(one / "7"), "--compare", str(two / "6")]) == 2  # of other updates
+
+
+def test_the_last_update_before_a_break_and_of_an_epoch_is_written(tmp_path: Path) -> None:
+    (last,) = run_on_ranks(trains, 1, str(tmp_path / "broken"), "replicas", 9)
+    assert lines_of(tmp_path / "broken")[-1] == (9, last)
+    (last,) = run_on_ranks(trains, 1, str(tmp_path / "whole"), "replicas", 15)
+    assert lines_of(tmp_path / "whole")[-1][0] == 15
+
+
+def test_a_run_without_parts_has_fingerprints_too(tmp_path: Path) -> None:
+    (last,) = run_on_ranks(trains, 1, str(tmp_path), "replicas", 9, None)
+    assert lines_of(tmp_path)[-1] == (9, last)
+
+
+def test_a_run_without_a_folder_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"fingerprint_every=3.*no folder.*project_dir"):
+        Accelerator(cpu=True, fingerprint_every=3)
