@@ -29,7 +29,7 @@ class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_"
 
 
 @final
-@dataclass
+@option_group
 class FingerprintOptions(OptionGroup, title="Fingerprints", env="ACCELERATE_", flag=""):
     """The file of fingerprints, for a comparison of two runs update by update."""
 
