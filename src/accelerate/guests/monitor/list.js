@@ -3,7 +3,7 @@ let sorting = { key: "", down: false }, listedColumns = [];
 const FIXED = [
   { key: "state", title: "State", value: r => STATES[r.state], usual: true },
   { key: "step", title: "Last step", value: r => r.step, text: grouped, usual: true },
-  { key: "lasted", title: "Lasted", value: r => r.seen - r.began, text: duration, usual: true },
+  { key: "duration", title: "Duration", value: r => r.seen - r.began, text: duration, usual: true },
   { key: "tags", title: "Tags", value: r => r.tags.join(", "), usual: runs => new Set(runs.map(r => r.tags.join())).size > 1 },
   { key: "note", title: "Note", value: r => r.note, usual: runs => runs.some(r => r.note) },
   { key: "why", title: "How it ended", value: r => r.why === "finished" ? "" : r.why, usual: runs => runs.some(r => !["", "finished"].includes(r.why)) },

@@ -81,7 +81,7 @@ function ranks() {
   spread();
   const row = html("tr", "", null, head);
   const large = data.num_ranks > data.ranks.length;
-  for (const name of ["Rank", large ? "" : "Device", "Step", "Step time", "Data wait", "Memory", "Last heard", large ? "Stands out by" : ""].filter(Boolean)) html("th", name === "Device" ? "device" : "", name, row);
+  for (const name of ["Rank", large ? "" : "Device", "Step", "Step time", "Data wait", "Memory", "Last update", large ? "Stands out by" : ""].filter(Boolean)) html("th", name === "Device" ? "device" : "", name, row);
   const longest = Math.max(...data.ranks.map(r => r.step_seconds || 0));
   for (const r of [...data.ranks].sort((a, b) => !a.why - !b.why)) {
     const tr = html("tr", "", null, body);
@@ -191,7 +191,7 @@ function top_() {
   b.className = "banner";
   if (lost) { b.hidden = false; b.className = "banner warn"; b.textContent = "The monitor doesn't answer: it was ended, or this machine can't reach it. The page shows what it knew last, and goes on as soon as it answers."; }
   else if (data.why) {
-    const lasted = data.seen > data.began ? `, after ${duration(data.seen - data.began)}` : "", text = data.why[0].toUpperCase() + data.why.slice(1);
+    const lasted = data.seen > data.began ? ` in ${duration(data.seen - data.began)}` : "", text = data.why[0].toUpperCase() + data.why.slice(1);
     b.hidden = false; b.textContent = data.state === "finished" ? text + lasted : text;
     if (data.state === "finished") b.className = "banner good";
     if (data.state === "preempted") b.className = "banner warn";

@@ -59,7 +59,7 @@ function differences(docs) {
   const row = (name, values) => { const tr = html("tr", "", null, table); html("td", "", name, tr); for (const v of values) html("td", "why", v, tr); };
   row("State", docs.map(([, doc]) => STATES[doc.state]));
   row("How it ended", docs.map(([, doc]) => doc.why || "–"));
-  row("Lasted", docs.map(([, doc]) => duration(doc.seen - doc.began)));
+  row("Duration", docs.map(([, doc]) => duration(doc.seen - doc.began)));
   row("Last step", docs.map(([, doc]) => grouped(doc.newest.step)));
   row("Last loss", docs.map(([, doc]) => plain(doc.newest.loss)));
   row("Lowest loss", docs.map(([, doc]) => { const known = ((doc.curves.loss || {}).values || []).filter(real); return known.length ? plain(Math.min(...known)) : "–"; }));
