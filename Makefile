@@ -46,7 +46,7 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_wrapped_before_prepare.py tests/multi/test_recompute.py \
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
 		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
-		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py tests/multi/test_notebook.py \
+		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py tests/multi/test_notebook.py tests/unit/benchmarks \
 		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py \
 		tests/multi/test_no_deadlock.py tests/multi/test_padding_of_resumed.py tests/unit/checkpointing/test_many_ranks.py \
 		tests/unit/commands/test_monitor_of_many_ranks.py

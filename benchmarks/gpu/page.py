@@ -22,7 +22,7 @@ make gpu                                          # on the machine: every part, 
 python3 -m benchmarks.gpu --part b --seconds 30   # one part (a to e), at most 8 minutes
 python3 -m benchmarks.gpu --limit 120             # every part, each for at most two minutes
 python3 -m benchmarks.gpu --part d --only loading # some rows of a part; its others stay
-python3 -m benchmarks.gpu --dry                   # every part small, on the CPU: `make test` does it
+python3 -m benchmarks.gpu --dry                   # every part small, on the CPU: `make slow` does it
 ```
 
 Each part is a process with a limit and writes `benchmarks/gpu/found/PART.json`; one that fails leaves the others.

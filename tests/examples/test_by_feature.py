@@ -100,7 +100,7 @@ def need_what_it_takes(name: str) -> None:
         pytest.importorskip(module, reason=f"{module} isn't installed: {TARGETS.get(module, 'pip install it')}")
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "profiler"])  # below, with its trace
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
     need_what_it_takes(name)
     (result,) = run_on_ranks(trained(name, tmp_path), 1, timeout_seconds=90)
@@ -176,8 +176,9 @@ def test_tracked_numbers_are_in_the_log_of_lines(tmp_path: Path) -> None:
     assert text.count('"accuracy"') == 1
 
 
-def test_the_profiler_example_leaves_a_trace(tmp_path: Path) -> None:
-    run_on_ranks(trained("profiler", tmp_path), 1, timeout_seconds=90)
+def test_the_profiler_example_learns_and_leaves_a_trace(tmp_path: Path) -> None:
+    (accuracy,) = run_on_ranks(trained("profiler", tmp_path), 1, timeout_seconds=90)
+    assert accuracy > 0.75
     (trace,) = (tmp_path / "traces").iterdir()
     assert "conv2d" in trace.read_text()
 

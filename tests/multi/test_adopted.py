@@ -31,7 +31,7 @@ from tests.slow import IS_SLOW
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
-UPDATES = 6
+UPDATES = 6 if IS_SLOW else 3
 
 
 def cut_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -138,7 +138,7 @@ def alone(weighted: bool = False) -> dict[str, Any]:
     return run_on_ranks(lambda: train(weighted=weighted), 1)[0]
 
 
-@pytest.mark.parametrize("name", [*CELLS] if IS_SLOW else ["hsdp", "fsdp2 x tp2", "dp2 x tp2"])
+@pytest.mark.parametrize("name", [*CELLS] if IS_SLOW else ["hsdp", "dp2 x tp2"])  # below: "fsdp2 x tp2"
 def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
     """With accumulation, clipping and a schedule; the loader is prepared before the model, in one call."""
     ranks, shard, shares = CELLS[name]
