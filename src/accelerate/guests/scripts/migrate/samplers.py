@@ -29,7 +29,7 @@ def change(plan: Plan) -> None:
         elif dotted(call.func) == "len" and call.args and (data := _divided_data(plan, call.args[0])):
             plan.replace(call, f"-(-len({data}) // {plan.accelerator}.num_processes)", "the part of one process")
     _confirm(plan)
-    for symbol in list(plan.survey._assigned):
+    for symbol in list(plan.survey.assigned):
         if plan.survey.role_of(symbol) == SAMPLER and not is_kept(plan, symbol):
             for statement, value, _ in plan.survey.assignments(symbol):
                 _sampler_made(plan, symbol, statement, value)
