@@ -46,8 +46,8 @@ class Items:
         """Return the symbol of ``parts["net"]``, ``parts[0]`` or ``parts.net``; None if it has no known role."""
         ending = _ending(node)
         with self._asking(node) as is_new:
-            is_item = is_new and isinstance(node, (ast.Subscript, ast.Attribute))
-            for items in self._containers(node.value) if is_item else ():
+            owner = node.value if is_new and isinstance(node, (ast.Subscript, ast.Attribute)) else None
+            for items in self._containers(owner) if owner is not None else ():
                 found = items.get(ending) or (items.get(_ANY) if ending[:1] == "[" else None)
                 if found is not None:
                     return found

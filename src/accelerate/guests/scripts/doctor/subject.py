@@ -89,12 +89,9 @@ class Subject:
         symbol = self.survey.symbol(node)
         if symbol is None and isinstance(node, ast.Subscript):  # loaders[phase], or an item that isn't known
             owner = self.survey.symbol(node.value)
-            is_literal = owner is not None and isinstance(node.slice, ast.Constant)
-            return (
-                {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
-                if is_literal
-                else self.items.all_in(node.value)
-            )
+            if owner is None or not isinstance(node.slice, ast.Constant):
+                return self.items.all_in(node.value)
+            return {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
         return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
 
     def role(self, node: ast.AST) -> object:
