@@ -16,7 +16,7 @@ _ALL: Final = ""
 
 @final
 class Ignores:
-    """The comments of a script that silence findings, and which of them have done so."""
+    """The comments of a script that silence findings, and those without an effect so far."""
 
     def __init__(self, text: str) -> None:
         self._unused: dict[int, list[str]] = {}  # by line: codes that have silenced nothing so far

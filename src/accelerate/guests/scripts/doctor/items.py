@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final, final
 
-from ..migrate.source import dotted, method, pairs
-from ..migrate.survey import PREPARED, Survey, Symbol, position_of, returned
+from ..migrate.source import dotted, method, pairs, position_of, returned
+from ..migrate.survey import PREPARED, Survey, Symbol
 
 #: The ending of an item whose key isn't known.
 _ANY: Final = "[*]"

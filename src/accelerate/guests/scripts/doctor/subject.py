@@ -7,8 +7,20 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, final
 
-from ..migrate.source import Function, Placed, Scope, Script, dotted, method, pairs, targets
-from ..migrate.survey import LOADER, Survey, Symbol, parameters, position_of, returned
+from ..migrate.source import (
+    Function,
+    Placed,
+    Scope,
+    Script,
+    dotted,
+    method,
+    pairs,
+    parameters,
+    position_of,
+    returned,
+    targets,
+)
+from ..migrate.survey import LOADER, Survey, Symbol
 from .items import Items
 
 _PREPARING: Final = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")

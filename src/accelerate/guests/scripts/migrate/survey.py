@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
-from .source import Function, Scope, Script, dotted, method, pairs, targets
+from .source import Function, Scope, Script, dotted, method, pairs, parameters, position_of, returned, targets
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
@@ -563,22 +563,6 @@ class Survey:
                 found[MODEL][symbol] = None
 
 
-def position_of(target: ast.expr, value: ast.expr, statement: ast.Assign | ast.AnnAssign) -> int | None:
-    """Return the index of a target among those that one value is assigned to; None if it is the only one."""
-    for whole in getattr(statement, "targets", ()):
-        if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
-            return whole.elts.index(target)
-    return None
-
-
-def parameters(scope: Scope) -> list[str]:
-    """Return the names of a function's parameters, in order."""
-    arguments = getattr(scope, "args", None)
-    if not isinstance(arguments, ast.arguments):
-        return []
-    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-
-
 def is_parameters_call(node: ast.AST) -> bool:
     """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
     method_call = method(node)
@@ -613,12 +597,6 @@ def _inside_wrapper(node: ast.expr) -> ast.expr:
         return node.value
     found = method(node)
     return node.args[0] if found and found[0] == "unwrap_model" and isinstance(node, ast.Call) and node.args else node
-
-
-def returned(function: Function) -> ast.expr | None:
-    """Return the value of a function's last ``return``."""
-    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-    return returns[-1] if returns else None
 
 
 def _for_training(loaders: set[Symbol]) -> list[Symbol]:

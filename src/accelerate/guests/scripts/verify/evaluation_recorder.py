@@ -68,11 +68,11 @@ class EvaluationRecorder:
             wrap(fetcher, "fetch", self._reading)
 
     def begin_pass(self) -> None:
-        """Note that a pass over a loader begins, which draws the order of its samples."""
+        """Note the begin of a pass over a loader: it draws the order of its samples."""
         self._state = b""
 
     def note_backward(self) -> None:
-        """Note that the batches that were just read are trained on."""
+        """Note a backward pass: the script trains on the batches since the last one."""
         if self.is_awaited:
             self._end()
         if self._running is not None and not self._running.shown:
@@ -106,7 +106,7 @@ class EvaluationRecorder:
         timer.start()
 
     def _reading(self, fetch: Callable[..., object]) -> Callable[..., object]:
-        """Return a fetch of a batch that notes what is evaluated, and gives nothing to train on after the last step."""
+        """Return a fetch of batches that notes evaluated data, and gives no training data after the last step."""
 
         def read(fetcher: Any, index: object) -> object:
             dataset = _of_script(fetcher.dataset)

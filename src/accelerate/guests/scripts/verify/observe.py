@@ -35,7 +35,7 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
     wrap(torch.multiprocessing, "spawn", partial(_spawning, folder, script))
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # also SystemExit: a script may end its evaluation by it
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             if recorder.has_finished:
                 recorder.fail(f"{type(error).__name__}: {error}")
