@@ -147,3 +147,65 @@ def test_a_loss_is_compared_before_a_scaler_scales_it(tmp_path: Path) -> None:
     path.write_text(scaled)
     for comparison in verify(migrate(scaled, path.name), path, [], 4):
         assert not comparison.differences, comparison.table()
+
+
+#: Each way to name a GPU by a number, and an evaluation of 30 samples that prints what it counts.
+NUMBERED = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+rank = 0
+device = torch.device(rank)
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+y = x.sum(1, keepdim=True)
+train_loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+test_loader = DataLoader(TensorDataset(x[:30], y[:30]), 8)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).cuda(rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for epoch in range(3):
+    model.train()
+    for inputs, targets in train_loader:
+        inputs, targets = inputs.to(rank), targets.to(device)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    count, total = 0, 0.0
+    with torch.no_grad():
+        for inputs, targets in test_loader:
+            inputs, targets = inputs.to("cuda:0"), targets.cuda(rank)
+            total += nn.functional.mse_loss(model(inputs), targets, reduction="sum").item()
+            count += len(inputs)
+    print(f"epoch {epoch}: {total / count:.5f} of {count} samples")
+"""
+
+
+def test_numbers_of_gpus_are_the_cpu_and_evaluations_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(NUMBERED)
+    found = migrate(NUMBERED, path.name)
+    (comparison,) = verify(found, path, [], 4)
+    assert not comparison.differences, comparison.table()
+    evaluations = [run.evaluations[4][0].shown for run in comparison.runs]
+    assert [list(shown) for shown in evaluations] == [['printed "epoch {}: {} of {} samples"']] * 3
+    assert evaluations[0].popitem()[1].numbers[-1] == [30.0, 0.0]  # with the last batch, which isn't full
+
+
+@slow
+def test_an_evaluation_that_counts_padding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(NUMBERED)
+    found = migrate(NUMBERED, path.name)
+    prepared = "model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)"
+    assert prepared in found.after
+    counted = found.after.replace(prepared, f"{prepared}\ntest_loader = accelerator.prepare(test_loader)")
+    shown = "    accelerator.print("
+    counted = counted.replace(shown, f"    count = accelerator.reduce(torch.tensor(count)).item()\n{shown}")
+    wrong = dataclasses.replace(found, after=counted)
+    (comparison,) = verify(wrong, path, [], 4)
+    (difference,) = comparison.differences
+    assert difference.startswith("2 processes: the evaluation after step 4 (line ") and " in place of " in difference

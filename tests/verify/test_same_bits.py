@@ -67,7 +67,7 @@ def test_the_first_other_bit_is_named(fault: str, tmp_path: Path, capsys: pytest
     (layout,) = json.loads(report.read_text())["layouts"]
     out = capsys.readouterr().out
     assert (layout["state"], layout["finding"]["quantity"]) == ("differs", quantity), out
-    assert layout["finding"]["code"] == "V16", out
+    assert layout["finding"]["code"] == "V19", out
 
 
 def test_a_layout_without_the_promise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,66 @@ def test_nothing_is_fixed_where_no_accelerator_is_certain_to_exist() -> None:
     assert fixed(hidden, "train.py") == hidden
 
 
+FAULT = "        loss.backward()"
+BACKWARD = RIGHT.replace("        accelerator.backward(loss)", FAULT)
+BREAK = "    if loss < 0.1:\n        break"
+BROKEN = RIGHT.replace("        print(epoch)", f"        print(epoch)\n{BREAK}")
+
+
+@pytest.mark.parametrize(
+    "comment", ["ignore[D301]", "ignore", "ignore[D104, D301]", "ignore [d301]", "ignore[D301]  (a reason)"]
+)
+def test_a_comment_silences_the_findings_of_its_line(comment: str) -> None:
+    silenced = BACKWARD.replace(FAULT, f"{FAULT}  # accelerate: {comment}")
+    left = [(each.line, each.code) for each in examine(silenced, "train.py")]
+    assert left == ([(15, "D001")] if "D104" in comment else [])
+    assert fixed(silenced, "train.py") == silenced
+    assert fixed(BACKWARD, "train.py") != BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("comment", "remark"),
+    [
+        ("# accelerate: ignore[D604]", "`# accelerate: ignore[D604]` silences nothing in this line. Remove it."),
+        ("# accelerate: ignore", "`# accelerate: ignore` silences nothing in this line. Remove it."),
+        ("# accelerate: ignore[D999]", "`# accelerate: ignore[D999]` silences nothing in this line. Remove it."),
+    ],
+)
+def test_a_comment_that_silences_nothing_is_remarked(comment: str, remark: str) -> None:
+    right = RIGHT.replace("        print(epoch)", f"        print(epoch)  {comment}")
+    assert [(each.line, each.severity, each.text, each.code) for each in examine(right, "train.py")] == [
+        (18, "note", remark, "D001")
+    ]
+    other = BACKWARD.replace("        optimizer.step()", f"        optimizer.step()  {comment}")  # another line
+    assert [(each.line, each.code) for each in examine(other, "train.py")] == [(15, "D301"), (16, "D001")]
+
+
+def test_a_comment_in_a_string_silences_nothing() -> None:
+    text = BACKWARD.replace(FAULT, f'{FAULT}; print("# accelerate: ignore")')
+    assert [each.code for each in examine(text, "train.py") if each.code == "D301"] == ["D301"]
+
+
+def test_the_command_counts_neither_silenced_findings_nor_fixes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    text = BROKEN.replace("        accelerator.backward(loss)", FAULT)
+    script.write_text(text.replace("break", "break  # accelerate: ignore[D104]"))
+    assert main([str(script), "--fix"]) == 0
+    assert "no problems found" in capsys.readouterr().out
+    assert (
+        "accelerator.backward(loss)\n" in script.read_text()
+        and "break  # accelerate: ignore[D104]" in script.read_text()
+    )
+    script.write_text(
+        text.replace("break", "break  # accelerate: ignore[D104]").replace(FAULT, f"{FAULT}  # accelerate: ignore")
+    )
+    before = script.read_text()
+    assert main([str(script), "--fix"]) == 0 and script.read_text() == before
+    script.write_text(text)
+    assert main([str(script)]) == 1
+
+
 def test_github_shows_findings_as_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "50%, a:b"
     folder.mkdir()

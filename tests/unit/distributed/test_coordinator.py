@@ -240,3 +240,52 @@ def test_a_failure_waits_for_the_others_to_publish_their_operations(monkeypatch:
     one, other = run_ranks(fail, come_late, seconds=30)
     assert "rank 1 is in `reduce` instead" in one
     assert "rank 0 is in `gather` instead" in other
+
+
+def test_one_rank_examines_each_round_and_removes_the_round_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, examined = HashStore(), list[int]()
+    ranks = [Coordinator(store, rank, 3, timedelta(seconds=5)) for rank in range(2)]
+    for one in ranks:
+        monkeypatch.setattr(one, "_find_conflict", lambda setter, rank=one.rank: examined.append(rank))
+        one.begin("gather", publish=False)
+    for number in range(3):
+        for one in ranks if number % 2 else reversed(ranks):
+            assert one._examine("key", number) is None
+        rounds = [other for other in range(3) if store.check([f"key/round/{other}"])]
+        assert rounds == [number]
+    assert examined == [1, 0, 1]  # whoever came first
+    assert ranks[0].published(["at/0", "at/1"]).keys() == {"at/0", "at/1"}  # its operation may be what they wait for
+
+
+@pytest.mark.parametrize(
+    ("checks_torch", "waited_seconds", "num_groups", "asked"),
+    [
+        (True, 0.0, 2, [0.0]),
+        (False, 4.9, 1, []),
+        (False, 5.0, 1, [5.0]),
+        (False, 5.0, 2, []),  # the missing ranks may be in a collective of a group that this rank isn't in
+    ],
+)
+@pytest.mark.parametrize("conflict", [None, Verdict("left", 1)])
+def test_torch_is_asked_about_missing_ranks_where_it_can_know_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+    conflict: Verdict | None,
+    checks_torch: bool,
+    waited_seconds: float,
+    num_groups: int,
+    asked: list[float],
+) -> None:
+    coordinator, found = Coordinator(HashStore(), 0, 2, timedelta(seconds=5)), list[float]()
+    stuck = Verdict("stuck", text="rank 1 waits")
+
+    def stuck_in_torch(at_least_seconds: float = 0.0) -> Verdict:
+        found.append(at_least_seconds)
+        return stuck
+
+    monkeypatch.setattr(coordinator, "_find_conflict", lambda setter: conflict)
+    monkeypatch.setattr(coordinator, "_stuck_in_torch", stuck_in_torch)
+    monkeypatch.setattr(store_client.dist, "get_pg_count", lambda: num_groups)
+    coordinator.begin("gather")
+    verdict = coordinator._examine("key", 0, checks_torch=checks_torch, waited_seconds=waited_seconds)
+    assert found == ([] if conflict is not None else asked)
+    assert verdict == (conflict or (stuck if asked else None))

@@ -7,6 +7,7 @@ is uncertain causes no finding.
 - `hangs`, `preparing`, `steps`, `data`, `evaluation`, `files`, `output`: how each is found, one rule a function.
 - `subject`, `processes`: the one survey of a script that they ask.
 - `fixes`: the cures that `--fix` writes.
+- `ignores`: the comments that silence findings.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Final, final
 
 from ..migrate.refuse import Refused, parsed
 from ..migrate.source import Edit, apply
+from .ignores import UNUSED, Ignores
 from .processes import Processes
 from .rules import RULES, Severity
 from .subject import Subject
 
-_NOTES: Final = frozenset(rule.code for rule in RULES if rule.severity is Severity.NOTE and rule.fix is None)
+_NOTES: Final = {UNUSED, *(rule.code for rule in RULES if rule.severity is Severity.NOTE and rule.fix is None)}
 
 
 @final
@@ -49,7 +51,7 @@ class Unaccelerated(Refused):
 
 
 def examine(text: str, name: str) -> list[Finding]:
-    """Return the findings about a script, in the order of its lines.
+    """Return the findings about a script that no comment silences, in the order of its lines.
 
     Raises:
         Refused: it isn't Python, or doesn't use the Accelerator.
@@ -71,7 +73,10 @@ def examine(text: str, name: str) -> list[Finding]:
         for rule in RULES
         for place in rule.check(subject, processes)
     }
-    return sorted(found)
+    ignores = Ignores(text)
+    left = [each for each in found if not ignores.silences(each.line, each.code)]
+    left += [Finding(line, Severity.NOTE.value, remark, UNUSED) for line, remark in ignores.unused()]
+    return sorted(left)
 
 
 def fixed(text: str, name: str) -> str:

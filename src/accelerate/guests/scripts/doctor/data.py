@@ -95,14 +95,14 @@ def _splits(subject: Subject) -> Iterator[ast.Call]:
 def split_unseeded(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in _splits(subject):
         if not _seeds(subject, call):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def split_seeded_by_rank(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in _splits(subject):
         seeds = _seeds(subject, call)
         if seeds and _is_by_rank(processes, seeds[-1]):
-            yield at(call, name=dotted(call.func), seed=ast.unparse(seeds[-1]), line=str(seeds[-1].lineno))
+            yield at(call, name=ast.unparse(call.func), seed=ast.unparse(seeds[-1]), line=str(seeds[-1].lineno))
 
 
 def same_noise(subject: Subject, processes: Processes) -> Iterator[Place]:
@@ -113,7 +113,7 @@ def same_noise(subject: Subject, processes: Processes) -> Iterator[Place]:
         seeds = _seeds(subject, call)
         if not seeds or any(_is_by_rank(processes, seed) for seed in seeds) or not subject.is_in_batch_loop(call):
             continue
-        yield at(call, name=dotted(call.func), seed=ast.unparse(seeds[-1]), line=str(seeds[-1].lineno))
+        yield at(call, name=ast.unparse(call.func), seed=ast.unparse(seeds[-1]), line=str(seeds[-1].lineno))
         return
 
 
@@ -180,7 +180,7 @@ def schedule_of_epochs(subject: Subject, _: Processes) -> Iterator[Place]:
         if call.args or not repeats or subject.is_in_batch_loop(call):
             continue
         if subject.is_prepared(owner, SCHEDULER):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def _is_prepared(subject: Subject, call: ast.Call) -> bool:

@@ -45,7 +45,7 @@ def padding_counted(subject: Subject, _: Processes) -> Iterator[Place]:
         for call in subject.calls_of("gather") if not cuts else ():
             given = ast.unparse(call.args[0]) if call.args else "loss"
             if call in ast.walk(loop.node) and "loss" not in given:
-                yield at(call, name=dotted(call.func))
+                yield at(call, name=ast.unparse(call.func))
 
 
 def never_evaluating(subject: Subject, _: Processes) -> Iterator[Place]:
@@ -54,7 +54,7 @@ def never_evaluating(subject: Subject, _: Processes) -> Iterator[Place]:
     for loop in _evaluations(subject):
         for call in subject.script.nodes(ast.Call, loop.node):
             if subject.role(call.func) == MODEL and subject.roots(call.func) & subject.prepared:
-                yield at(loop.node, name=dotted(call.func))
+                yield at(loop.node, name=ast.unparse(call.func))
                 break
 
 

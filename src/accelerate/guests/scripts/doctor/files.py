@@ -50,7 +50,7 @@ def _is_write(subject: Subject, call: ast.Call) -> bool:
 def written_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
         if _is_write(subject, call) and _is_of_all(subject, processes, call):
-            yield at(call, name=dotted(call.func) or ast.unparse(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def appended_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
@@ -63,24 +63,24 @@ def removed_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
         is_removal = subject.script.path(call.func) in _REMOVES or (method(call) or ("",))[0] == "unlink"
         if is_removal and _is_of_all(subject, processes, call):
-            yield at(call, name=dotted(call.func) or ast.unparse(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def state_of_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
     for call, owner in subject.methods("state_dict", "save_pretrained"):
         if not subject.is_ahead_of_prepare(call) and subject.is_prepared(owner, MODEL):
-            yield at(call, name=dotted(owner))
+            yield at(call, name=ast.unparse(owner))
     for call in subject.calls:
         if subject.script.path(call.func) != "torch.save" or not call.args or subject.is_ahead_of_prepare(call):
             continue
         if subject.is_prepared(call.args[0], MODEL):
-            yield at(call, name=dotted(call.args[0]))
+            yield at(call, name=ast.unparse(call.args[0]))
 
 
 def inner_model(subject: Subject, _: Processes) -> Iterator[Place]:
     for node in subject.script.nodes(ast.Attribute):
         if node.attr == "module" and isinstance(node.ctx, ast.Load) and subject.role(node.value) == MODEL:
-            yield at(node, name=dotted(node), model=dotted(node.value))
+            yield at(node, name=ast.unparse(node), model=ast.unparse(node.value))
 
 
 def loaded_before_prepare(subject: Subject, _: Processes) -> Iterator[Place]:
@@ -91,9 +91,8 @@ def loaded_before_prepare(subject: Subject, _: Processes) -> Iterator[Place]:
 
 def loaded_into_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
     for call, owner in subject.methods("load_state_dict"):
-        lines = subject.prepared_lines(call)
-        if subject.is_prepared(owner, MODEL) and lines and call.lineno > min(lines):
-            yield at(call, name=dotted(owner))
+        if subject.is_prepared(owner, MODEL) and subject.is_behind_prepare(call):
+            yield at(call, name=ast.unparse(owner))
 
 
 def read_without_waiting(subject: Subject, processes: Processes) -> Iterator[Place]:

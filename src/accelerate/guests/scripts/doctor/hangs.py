@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..migrate.source import dotted
 from .processes import CLOCK, RANK, SAMPLES, Processes
 from .subject import Place, Subject, at
 
@@ -26,7 +25,7 @@ def helper_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
         for call in calls if name else ():
             guard = processes.guard(call)
             if guard is not None and not processes.is_answered(call, guard):
-                yield at(call, name=dotted(call.func), collective=name)
+                yield at(call, name=ast.unparse(call.func), collective=name)
 
 
 def collective_by_own_value(subject: Subject, processes: Processes) -> Iterator[Place]:
@@ -59,7 +58,7 @@ def loop_left_by_one(subject: Subject, processes: Processes) -> Iterator[Place]:
 def step_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call, owner in subject.methods("step"):
         if subject.role(owner) in ("optimizer", "scheduler") and processes.guard(call) is not None:
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def prepared_loader_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
@@ -71,7 +70,7 @@ def prepared_loader_of_one(subject: Subject, processes: Processes) -> Iterator[P
 def sharded_state_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls_of("get_state_dict", "save_state", "save_model"):
         if processes.is_of_one(call):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def _why(processes: Processes, test: ast.expr) -> str:

@@ -38,7 +38,7 @@ def tracked_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
         path = subject.script.path(call.func)
         is_tracker = path in _TRACKERS or path.rpartition(".")[2] in _TRACKERS
         if is_tracker and not processes.is_of_one(call):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def logged_nowhere(subject: Subject, _: Processes) -> Iterator[Place]:
@@ -54,7 +54,7 @@ def downloaded_by_all(subject: Subject, processes: Processes) -> Iterator[Place]
             continue
         around = [each for each in subject.script.ancestors(call) if isinstance(each, ast.With)]
         if not any("process_first" in ast.unparse(item.context_expr) for each in around for item in each.items):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def device_by_name(subject: Subject, _: Processes) -> Iterator[Place]:

@@ -90,17 +90,17 @@ def results_in_another_order(subject: Subject, _: Processes) -> Iterator[Place]:
 def results_dropped(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.prepares:
         if isinstance(subject.script.parents[call], ast.Expr) and call.args:
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def unprepared_name_used(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.prepares:
         taken, had = _assigned(call, subject)
-        if sorted(map(dotted, taken)) == sorted(map(dotted, had)):
+        if sorted(map(ast.unparse, taken)) == sorted(map(ast.unparse, had)):
             continue
         for target, given in zip(taken, had, strict=True):
-            old, new, line = dotted(given), dotted(target), call.end_lineno or call.lineno
-            if not old or old == new:
+            old, new, line = ast.unparse(given), ast.unparse(target), call.end_lineno or call.lineno
+            if old == new:
                 continue
             for node in subject.script.nodes((ast.For, ast.Call), subject.script.scope(call)):
                 if node.lineno > line and _uses(subject, node, given):
@@ -141,7 +141,7 @@ def prepared_twice(subject: Subject, _: Processes) -> Iterator[Place]:
             made = [] if symbol is None else subject.survey.assignments(symbol)
             others = [each for each, value, _ in made if value is not call]
             if others and not any(each in ast.walk(loop) for loop in inside for each in others):
-                yield at(call, name=dotted(given))
+                yield at(call, name=ast.unparse(given))
                 break
 
 
@@ -150,7 +150,7 @@ def group_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
         path = subject.script.path(call.func)
         wraps = path.endswith(("DistributedDataParallel", "FullyShardedDataParallel", "nn.DataParallel"))
         if path.startswith("torch.") and wraps:
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def batch_norm_of_few(subject: Subject, _: Processes) -> Iterator[Place]:

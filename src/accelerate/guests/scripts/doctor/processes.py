@@ -11,8 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Final, TypeAlias, final
 
-from ..migrate.source import Function, Script, dotted, method
-from ..migrate.survey import parameters
+from ..migrate.source import Function, Script, dotted, method, parameters
 from .subject import Subject, arguments
 
 RANK: Final = "rank"

@@ -41,7 +41,7 @@ def clipping_of_parts(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.calls_of(*_CLIPS) if _several(subject) is not None else ():
         tests = [each.test for each in subject.script.ancestors(call) if isinstance(each, ast.If)]
         if not tests and any(_is_window(subject, each) for each in subject.script.ancestors(call)):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def _is_window(subject: Subject, node: ast.AST) -> bool:
@@ -116,7 +116,7 @@ def step_outside_window(subject: Subject, _: Processes) -> Iterator[Place]:
                 continue
             for step, owner in subject.methods("step", inside=statement):
                 if subject.role(owner) == OPTIMIZER:
-                    yield at(step, name=dotted(step.func))
+                    yield at(step, name=ast.unparse(step.func))
 
 
 # -- the order of the calls ---------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _following(subject: Subject, *names: str) -> Iterator[tuple[ast.Call, str, s
                 break
             name, owner = method(call) or ("", call)
             if name != "step" or subject.role(owner) == OPTIMIZER:
-                found.append((call, name, dotted(owner)))
+                found.append((call, name, ast.unparse(owner)))
         steps = [(place, owner) for place, (_, name, owner) in enumerate(found) if name == "step"]
         for at_place, (call, name, owner) in enumerate(found):
             if name in names:
@@ -147,13 +147,13 @@ def _following(subject: Subject, *names: str) -> Iterator[tuple[ast.Call, str, s
 def gradients_dropped(subject: Subject, _: Processes) -> Iterator[Place]:
     for call, owner, earlier, later in _following(subject, "zero_grad"):
         if owner in later - earlier:
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def clipped_after_step(subject: Subject, _: Processes) -> Iterator[Place]:
     for call, _owner, earlier, later in _following(subject, *_CLIPS):
         if earlier and not later:
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def never_zeroed(subject: Subject, _: Processes) -> Iterator[Place]:
@@ -161,7 +161,7 @@ def never_zeroed(subject: Subject, _: Processes) -> Iterator[Place]:
         return
     for call, owner in subject.methods("step"):
         if subject.role(owner) == OPTIMIZER and subject.loops_around(call) and not call.args:
-            yield at(call, name=dotted(owner))
+            yield at(call, name=ast.unparse(owner))
             return
 
 
@@ -172,7 +172,7 @@ def autocast_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.calls:
         off = keyword(call, "enabled")
         if subject.script.path(call.func) in _AUTOCAST and not (off is not None and subject.constant(off) is False):
-            yield at(call, name=dotted(call.func))
+            yield at(call, name=ast.unparse(call.func))
 
 
 def scaler_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
@@ -189,4 +189,4 @@ def never_trained_again(subject: Subject, _: Processes) -> Iterator[Place]:
         places = [call, *subject.callers.get(function, [])] if not isinstance(function, ast.Module) else [call]
         repeats = any(subject.survey.trains(loop) for place in places for loop in subject.loops_around(place))
         if repeats and not subject.uses("train"):
-            yield at(call, name=dotted(owner))
+            yield at(call, name=ast.unparse(owner))

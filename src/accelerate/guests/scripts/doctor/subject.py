@@ -7,8 +7,21 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, final
 
-from ..migrate.source import Function, Placed, Scope, Script, dotted, method, pairs, targets
-from ..migrate.survey import LOADER, Survey, Symbol, parameters
+from ..migrate.source import (
+    Function,
+    Placed,
+    Scope,
+    Script,
+    dotted,
+    method,
+    pairs,
+    parameters,
+    position_of,
+    returned,
+    targets,
+)
+from ..migrate.survey import LOADER, Survey, Symbol
+from .items import Items
 
 _PREPARING: Final = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "prepare_scheduler")
 _IN_PLACE: Final = ("all_reduce", "broadcast", "broadcast_object_list")
@@ -49,6 +62,7 @@ class Subject:
     def __init__(self, script: Script) -> None:
         self.script: Script = script
         self.survey: Survey = Survey(script)
+        self.items: Items = Items(self.survey)
         self.calls: list[ast.Call] = script.nodes(ast.Call)
         self.made: list[ast.Call] = [
             call for call in self.calls if script.path(call.func).rpartition(".")[2] == "Accelerator"
@@ -59,16 +73,37 @@ class Subject:
         self.prepared: set[Symbol] = set()
         for call in self.prepares:
             for node in [*call.args, *targets(script.statement(call))]:
-                self.prepared |= self.roots(node.value if isinstance(node, ast.Starred) else node)
+                value = node.value if isinstance(node, ast.Starred) else node
+                self.prepared |= self.roots(value) | self.items.all_in(value)
+        self._follow_results()
+
+    def _follow_results(self) -> None:
+        """Add the names for what a function of the script has prepared and returned."""
+        before = -1
+        while before < len(self.prepared):
+            before = len(self.prepared)
+            for symbol, assigned in self.survey.assigned.items():
+                values = (
+                    self._returned(self.survey.result_of(value, position), position) for _, value, position in assigned
+                )
+                if any(not isinstance(value, ast.Call) and self.roots(value) & self.prepared for value in values):
+                    self.prepared.add(symbol)
+
+    def _returned(self, value: ast.expr, position: int | None) -> ast.expr:
+        """Return what a call of a function of the script returns; other values are returned unchanged."""
+        function = self.callee(value) if isinstance(value, ast.Call) and position is None else None
+        return (None if function is None else returned(function)) or value
 
     # -- names ---------------------------------------------------------------------------------------------
 
     def roots(self, node: ast.AST) -> set[Symbol]:
         """Return the symbols whose values a name may have."""
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # loaders["train"]
-            owner = self.survey.symbol(node.value)
-            return set() if owner is None else {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
         symbol = self.survey.symbol(node)
+        if symbol is None and isinstance(node, ast.Subscript):  # loaders[phase], or an item that isn't known
+            owner = self.survey.symbol(node.value)
+            if owner is None or not isinstance(node.slice, ast.Constant):
+                return self.items.all_in(node.value)
+            return {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
         return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
 
     def role(self, node: ast.AST) -> object:
@@ -176,9 +211,7 @@ class Subject:
 
         for node in self.script.nodes((ast.Assign, ast.AnnAssign)):
             for target, value in pairs(node):
-                tuples: list[list[ast.expr]] = [getattr(each, "elts", []) for each in getattr(node, "targets", ())]
-                around = next((each for each in tuples if target in each and value is node.value), None)
-                define(target, Definition(node, value, None if around is None else around.index(target)))
+                define(target, Definition(node, value, position_of(target, value, node)))
         for node in self.script.nodes((ast.AugAssign, ast.NamedExpr)):
             define(node.target, Definition(node, node.value, None, isinstance(node, ast.AugAssign)))
         for node in self.script.nodes((ast.For, ast.AsyncFor)):
@@ -268,6 +301,17 @@ class Subject:
         """Return whether the function that contains `node` calls ``prepare`` after it."""
         lines = self.prepared_lines(node)
         return bool(lines) and node.lineno < min(lines)
+
+    def is_behind_prepare(self, node: Placed, seen: frozenset[ast.AST] = frozenset()) -> bool:
+        """Return whether ``prepare`` is called before `node`: in its function, a called one, or by its callers."""
+        function = self.script.scope(node)
+        homes = {self.script.scope(call) for call in self.prepares} - {function}
+        calls = (call for home, calls in self.callers.items() if home in homes for call in calls)
+        lines = self.prepared_lines(node) + [call.lineno for call in calls if self.script.scope(call) is function]
+        if lines:
+            return node.lineno > min(lines)
+        callers = [] if isinstance(function, ast.Module) or function in seen else self.callers.get(function, [])
+        return bool(callers) and all(self.is_behind_prepare(call, seen | {function}) for call in callers)
 
     def prepared_lines(self, node: ast.AST) -> list[int]:
         """Return the lines of the calls of ``prepare`` in the function that contains `node`."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import final
 
 from .plan import Plan
-from .source import Function, Placed, Scope, dotted
-from .survey import Symbol, parameters
+from .source import Function, Placed, Scope, dotted, parameters
+from .survey import Symbol
 
 
 @final

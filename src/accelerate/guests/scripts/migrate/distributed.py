@@ -7,8 +7,8 @@ from typing import Final
 
 from . import samplers
 from .plan import MODEL, Plan
-from .source import dotted, method, pairs, targets
-from .survey import Symbol, parameters
+from .source import dotted, method, pairs, parameters, targets
+from .survey import Symbol
 
 _NUMBERS: Final = {
     "RANK": "process_index", "LOCAL_RANK": "local_process_index", "WORLD_SIZE": "num_processes",

@@ -100,7 +100,7 @@ def _text_of_dtype(plan: Plan, call: ast.Call) -> str:
     found = _half(plan, given)
     if found is not None:
         return found
-    guess = "fp16" if any(plan.survey.role_of(symbol) == SCALER for symbol in plan.survey._assigned) else "bf16"
+    guess = "fp16" if any(plan.survey.role_of(symbol) == SCALER for symbol in plan.survey.assigned) else "bf16"
     plan.note(call, f"`{plan.script.text_of(given)}` isn't known before the script runs; {guess} is taken. Change the "
               "constructor's mixed_precision if that is wrong.")  # fmt: skip
     return f'"{guess}"'

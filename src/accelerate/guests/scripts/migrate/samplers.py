@@ -29,7 +29,7 @@ def change(plan: Plan) -> None:
         elif dotted(call.func) == "len" and call.args and (data := _divided_data(plan, call.args[0])):
             plan.replace(call, f"-(-len({data}) // {plan.accelerator}.num_processes)", "the part of one process")
     _confirm(plan)
-    for symbol in list(plan.survey._assigned):
+    for symbol in list(plan.survey.assigned):
         if plan.survey.role_of(symbol) == SAMPLER and not is_kept(plan, symbol):
             for statement, value, _ in plan.survey.assignments(symbol):
                 _sampler_made(plan, symbol, statement, value)
@@ -46,7 +46,7 @@ def _confirm(plan: Plan) -> None:
 def is_kept(plan: Plan, symbol: Symbol) -> bool:
     """Return whether a name refers to a DistributedSampler that stays, or to a loader with one."""
     for _, value, position in plan.survey.assignments(symbol):
-        made = sampler_of(plan, plan.survey.item_of(value, position))
+        made = sampler_of(plan, plan.survey.result_of(value, position))
         if made is not None and id(made) in plan.kept_samplers:
             return True
     return symbol in plan.divided
@@ -85,7 +85,7 @@ def sampler_of(plan: Plan, node: ast.expr | None) -> ast.Call | None:
         return node if plan.survey.role(node) == SAMPLER else None
     for root in plan.survey.roots(plan.survey.symbol(node)):
         for _, value, position in plan.survey.assignments(root):
-            made = plan.survey.item_of(value, position)
+            made = plan.survey.result_of(value, position)
             is_copy = made is value and isinstance(value, (ast.Name, ast.Attribute))
             found = None if is_copy else sampler_of(plan, made)
             if found is not None:

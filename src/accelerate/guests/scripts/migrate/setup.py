@@ -11,8 +11,8 @@ from typing import Any, Final, final
 from .creation import Home, find_home
 from .distributed import is_by_hand
 from .plan import LOADER, PREPARED, Plan, UsePoint
-from .source import Edit, Placed, Scope, chosen, dotted, first_line, method
-from .survey import Symbol, parameters
+from .source import Edit, Placed, Scope, chosen, dotted, first_line, method, parameters
+from .survey import Symbol
 
 _WIDTH: Final = 100
 _WHY_PREPARE: Final = "each object in the form that this run needs, on one process or many"

@@ -222,6 +222,28 @@ def pairs(statement: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast
                 yield element, statement.value
 
 
+def position_of(target: ast.expr, value: ast.expr, statement: ast.Assign | ast.AnnAssign) -> int | None:
+    """Return the index of a target among those that one value is assigned to; None if it is the only one."""
+    for whole in getattr(statement, "targets", ()):
+        if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
+            return whole.elts.index(target)
+    return None
+
+
+def parameters(scope: Scope) -> list[str]:
+    """Return the names of a function's parameters, in order."""
+    arguments = getattr(scope, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return []
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def returned(function: Function) -> ast.expr | None:
+    """Return the value of a function's last ``return``."""
+    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return returns[-1] if returns else None
+
+
 def apply(script: Script, edits: list[Edit]) -> str:
     """Apply the edits; of overlapping edits, only the outer one."""
     text, at = [], 0

@@ -74,7 +74,7 @@ def _backward(plan: Plan, call: ast.Call) -> None:
 
 
 def _scaling(plan: Plan) -> None:
-    made = [symbol for symbol in list(plan.survey._assigned) if plan.survey.role_of(symbol) == SCALER]
+    made = [symbol for symbol in list(plan.survey.assigned) if plan.survey.role_of(symbol) == SCALER]
     for call in plan.script.nodes(ast.Call):
         method_call = method(call)
         if method_call is None or not is_scaler(plan, method_call[1]):

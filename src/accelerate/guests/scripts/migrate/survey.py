@@ -8,11 +8,11 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
-from .source import Function, Scope, Script, dotted, method, pairs, targets
+from .source import Function, Scope, Script, dotted, method, pairs, parameters, position_of, returned, targets
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
@@ -68,6 +68,10 @@ class Survey:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        #: Set by an analysis that also follows objects into containers, for ``parts["net"]`` and ``for net in nets``.
+        self.item_of: Callable[[ast.AST], Symbol | None] = lambda _: None
+        self.sources_of: Callable[[Symbol], set[Symbol]] = lambda _: set()
+        self.follows_items = False
         self.functions: dict[str, list[Function]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
         for node in ast.walk(script.tree):
@@ -75,49 +79,51 @@ class Survey:
                 self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.ClassDef):
                 self.classes[node.name] = node
-        self._assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
+        self.assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
         for statement in script.nodes((ast.Assign, ast.AnnAssign)):
             self._record_assignments(statement)
-        self._loaders_in: dict[Symbol, dict[str, Symbol]] = {}
-        for symbol, assigned in list(self._assigned.items()):
+        #: By container: its items, by how an expression for one ends, as in ``loaders["train"]``.
+        self.items: dict[Symbol, dict[str, Symbol]] = {}
+        for symbol, assigned in list(self.assigned.items()):
             for statement, value, _ in assigned:
-                self._record_loaders(symbol, statement, value)
+                self._record_items(symbol, statement, value)
 
-    def _record_loaders(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+    def _record_items(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
         """Record the loaders of ``{"train": DataLoader(...), ...}`` under names of their own: ``loaders["train"]``."""
-        for key, made in self._entries(value):
+        for ending, made in self._entries(value):
             if self.role(made) == LOADER:
-                entry = Symbol(symbol.scope, f'{symbol.name}["{key}"]')
-                self._loaders_in.setdefault(symbol, {})[key] = entry
-                self._assigned[entry] = [(statement, made, None)]
+                self.record_item(symbol, ending, statement, made)
+
+    def record_item(
+        self, container: Symbol, ending: str, statement: ast.stmt, value: ast.expr, position: int | None = None
+    ) -> None:
+        """Record a value that is given to an item of a container."""
+        item = self.items.setdefault(container, {}).setdefault(ending, Symbol(container.scope, container.name + ending))
+        self.assigned.setdefault(item, []).append((statement, value, position))
 
     def _entries(self, value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
-        """Yield the keys and values of a dict with literal keys, or of one that a function returns."""
+        """Yield the endings and values of a dict with literal keys, or of one that a function returns."""
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
             function = self.functions[value.func.id][0]
-            value = _returned(function)
+            value = returned(function)
             if isinstance(value, ast.Name):
-                named = self._assigned.get(Symbol(function, value.id), [])
+                named = self.assigned.get(Symbol(function, value.id), [])
                 value = named[-1][1] if named else None
         if isinstance(value, ast.Dict):
             for key, made in zip(value.keys, value.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield key.value, made
+                    yield f'["{key.value}"]', made
         elif isinstance(value, ast.DictComp) and isinstance(value.generators[0].iter, (ast.List, ast.Tuple)):
             for each in value.generators[0].iter.elts:
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                    yield each.value, value.value
+                    yield f'["{each.value}"]', value.value
 
     def _record_assignments(self, statement: ast.Assign | ast.AnnAssign) -> None:
         for target, value in pairs(statement):
             symbol = self.symbol(target)
             if symbol is None:
                 continue
-            position = None
-            for whole in getattr(statement, "targets", ()):
-                if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
-                    position = whole.elts.index(target)
-            self._assigned.setdefault(symbol, []).append((statement, value, position))
+            self.assigned.setdefault(symbol, []).append((statement, value, position_of(target, value, statement)))
 
     # -- symbols -------------------------------------------------------------------------------------------
 
@@ -125,14 +131,14 @@ class Survey:
         """Return the symbol to which a name or ``self.name`` refers."""
         name = dotted(node)
         if not name:
-            return None
+            return self.item_of(node)
         scope = self.script.scope(node)
         first = name.split(".")[0]
         if "." in name:
             owner = self.script.owner(scope)
             if first == "self" and name.count(".") == 1 and owner is not None:
                 return Symbol(owner, name)
-            return None
+            return self.item_of(node)
         while not isinstance(scope, ast.Module):
             if first in self.locals(scope):
                 return Symbol(scope, name)
@@ -153,7 +159,7 @@ class Survey:
 
     def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
         """Return the statements that assign a symbol, with the value, and its index if a call returns several."""
-        return self._assigned.get(symbol, [])
+        return self.assigned.get(symbol, [])
 
     def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
         """Return the symbols whose values a name may have, followed through callers' arguments and other names."""
@@ -165,10 +171,16 @@ class Survey:
             found = set[Symbol]().union(*handed)
             return found or {symbol}
         values = [_inside_bars(each) for _, value, _ in self.assignments(symbol) for each in _choices(value)]
-        names = [value for value in values if isinstance(value, (ast.Name, ast.Attribute))]
+        names = [value for value in values if self._is_name(value)]
         copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
-        made = [value for value in values if not isinstance(value, (ast.Name, ast.Attribute))]
+        made = [value for value in values if not self._is_name(value)]
+        copies |= set[Symbol]().union(*(self.roots(each, seen) for each in self.sources_of(symbol)))
         return copies if copies and not made else {symbol}
+
+    def _is_name(self, value: ast.expr) -> bool:
+        """Return whether an expression is a name, or an item that has a symbol."""
+        is_item = isinstance(value, ast.Subscript) and self.symbol(value) is not None
+        return is_item or isinstance(value, (ast.Name, ast.Attribute))
 
     def arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
         """Yield the symbols that callers pass for a parameter."""
@@ -218,7 +230,7 @@ class Survey:
             return [_single(self.role(each, depth + 1)) for each in value.elts]
         if isinstance(value, ast.IfExp):
             return self.role(value.body, depth + 1) or self.role(value.orelse, depth + 1)
-        if isinstance(value, (ast.Name, ast.Attribute)):
+        if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript)):
             return self.role_of(self.symbol(value), depth + 1)
         return self._role_of_call(value, depth) if isinstance(value, ast.Call) else None
 
@@ -272,7 +284,7 @@ class Survey:
         return MODEL if path.startswith(("torchvision.models.", "timm.create_model")) else None
 
     def _role_of_result(self, function: Function, depth: int) -> Role | list[Role]:
-        return self.role(_returned(function), depth + 1)
+        return self.role(returned(function), depth + 1)
 
     def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
         """Return the role of a name, by the values assigned to it."""
@@ -284,14 +296,15 @@ class Survey:
                 found = found[position] if position is not None and position < len(found) else None
             if found is not None:
                 return found
-        return None
+        roles = (self.role_of(each, depth + 1) for each in self.sources_of(symbol))
+        return next((role for role in roles if role is not None), None)
 
-    def item_of(self, value: ast.expr, position: int | None) -> ast.expr:
+    def result_of(self, value: ast.expr, position: int | None) -> ast.expr:
         """Return the value of a name: of ``a, b = f()``, the item that the script's function ``f`` returns for it."""
         if position is None or not isinstance(value, ast.Call):
             return value
         functions = self.functions.get(dotted(value.func).rpartition(".")[2], [])
-        result = _returned(functions[0]) if functions else None
+        result = returned(functions[0]) if functions else None
         if isinstance(result, ast.Tuple) and position < len(result.elts):
             return result.elts[position]
         return value
@@ -363,7 +376,7 @@ class Survey:
         found: list[Loop] = []
         for node in self.script.nodes(ast.For):
             symbols: set[Symbol] = set()
-            for name in _names_in(node.iter):
+            for name in _names_in(node.iter) if not self._is_over_containers(node.iter) else ():
                 roots = self.roots(self.symbol(name))
                 symbols |= {root for root in roots if self._is_loader(root, node, name)}
                 symbols |= self._loaders_by_key(name, roots)
@@ -373,16 +386,21 @@ class Survey:
                 found.append(loop)
         return found
 
+    def _is_over_containers(self, node: ast.expr) -> bool:
+        """Return whether a loop has loaders as targets, not batches: it goes through lists of them."""
+        parts = node.args if isinstance(node, ast.Call) and dotted(node.func) in ("zip", "enumerate") else [node]
+        return self.follows_items and any(isinstance(each, (ast.List, ast.Tuple)) for each in parts)
+
     def _loaders_by_key(self, name: ast.AST, roots: set[Symbol]) -> set[Symbol]:
         """Return the possible loaders of ``loaders[key]``: one if the key is a literal, else all."""
         parent = self.script.parents.get(name)
         index = parent.slice if isinstance(parent, ast.Subscript) else None
-        key = index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else None
+        ending = f'["{index.value}"]' if isinstance(index, ast.Constant) and isinstance(index.value, str) else None
         found: set[Symbol] = set()
         for root in roots:
-            entries = self._loaders_in.get(root, {})
-            found |= {entries[key]} if key in entries else set(entries.values()) if key is None else set()
-        return found
+            entries = {key: each for key, each in self.items.get(root, {}).items() if self.role_of(each) == LOADER}
+            found |= {entries[ending]} if ending in entries else set(entries.values()) if ending is None else set()
+        return found if not self.follows_items else set[Symbol]().union(*map(self.roots, found))
 
     def _is_loader(self, symbol: Symbol, loop: ast.For, name: ast.AST) -> bool:
         if self.is_defined(symbol):
@@ -410,7 +428,7 @@ class Survey:
     def trained(self) -> dict[str, list[Symbol]]:
         """The roots to pass to ``prepare``, by role, in the script's order of creation."""
         found: dict[str, dict[Symbol, None]] = {role: {} for role in PREPARED}
-        for symbol in self._assigned:
+        for symbol in self.assigned:
             role = self.role_of(symbol)
             if role in (OPTIMIZER, SCHEDULER) and self.roots(symbol) == {symbol} and not self._is_only_returned(symbol):
                 found[role][symbol] = None
@@ -459,7 +477,7 @@ class Survey:
             if not self._is_only_returned(symbol):
                 yield symbol
                 continue
-            for other, assigned in self._assigned.items():
+            for other, assigned in self.assigned.items():
                 for _, value, position in assigned:
                     if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == symbol.scope.name:
                         returns = [n.value for n in ast.walk(symbol.scope) if isinstance(n, ast.Return) and n.value]
@@ -478,7 +496,7 @@ class Survey:
         if not isinstance(statement, ast.Return) or isinstance(function, ast.Module):
             return
         place = statement.value.elts.index(call) if isinstance(statement.value, ast.Tuple) else None
-        for symbol, assigned in self._assigned.items():
+        for symbol, assigned in self.assigned.items():
             for _, value, position in assigned:
                 called = dotted(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
                 if called == function.name and position == place:
@@ -545,14 +563,6 @@ class Survey:
                 found[MODEL][symbol] = None
 
 
-def parameters(scope: Scope) -> list[str]:
-    """Return the names of a function's parameters, in order."""
-    arguments = getattr(scope, "args", None)
-    if not isinstance(arguments, ast.arguments):
-        return []
-    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-
-
 def is_parameters_call(node: ast.AST) -> bool:
     """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
     method_call = method(node)
@@ -587,12 +597,6 @@ def _inside_wrapper(node: ast.expr) -> ast.expr:
         return node.value
     found = method(node)
     return node.args[0] if found and found[0] == "unwrap_model" and isinstance(node, ast.Call) and node.args else node
-
-
-def _returned(function: Function) -> ast.expr | None:
-    """Return the value of a function's last ``return``."""
-    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-    return returns[-1] if returns else None
 
 
 def _for_training(loaders: set[Symbol]) -> list[Symbol]:

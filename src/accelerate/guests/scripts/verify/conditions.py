@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
+
+from .record import Record
 
 CONDITIONS: Final = "conditions.json"
 #: The file with the reason why a process couldn't prepare its objects.
 REFUSAL: Final = "refusal.txt"
+#: How long an evaluation may take in the first run of a script, and in the runs after it.
+_FIRST_SECONDS: Final = 30.0
+_LATER_SECONDS: Final = 300.0
 
 
 @final
@@ -37,6 +42,10 @@ class Conditions:
         keeps_tensors: record gradients, parameters and optimizer states of each step.
         saves_at: the number of steps after which to save the run; 0 saves nothing.
         save_to: the folder for it.
+        evaluates: record what the script's evaluations show.
+        evaluation_seconds: let the script go on after the last step until it trains again, for an evaluation that
+            takes no longer; 0 ends it.
+        evaluated: the datasets whose loaders keep their last batch, as in `Record.evaluated`.
         resumes_from: a folder to resume from when the first prepared loader is read; "" begins anew.
     """
 
@@ -58,6 +67,9 @@ class Conditions:
     keeps_tensors: bool = False
     saves_at: int = 0
     save_to: str = ""
+    evaluates: bool = False
+    evaluation_seconds: float = 0.0
+    evaluated: list[int] = field(default_factory=list[int])
     resumes_from: str = ""
 
     @classmethod
@@ -68,3 +80,14 @@ class Conditions:
     def write(self, folder: Path) -> None:
         """Write the conditions to `folder`."""
         (folder / CONDITIONS).write_text(json.dumps(asdict(self)))
+
+    def for_first_run(self, script: Path) -> Conditions:
+        """Return the conditions of a script's first run, which shows whether it evaluates."""
+        evaluates = ".eval()" in script.read_text(encoding="utf-8", errors="replace")
+        return replace(self, evaluates=evaluates, evaluation_seconds=_FIRST_SECONDS if evaluates else 0.0)
+
+    def after(self, first: Record) -> Conditions:
+        """Return the conditions of runs that are compared with a script's first run."""
+        shows = [each.num_steps for each in first.evaluations if each.shown]
+        seconds = _LATER_SECONDS if first.num_steps in shows else 0.0
+        return replace(self, evaluates=bool(shows), evaluation_seconds=seconds, evaluated=first.evaluated)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, NamedTuple, final
 
+from . import evaluations
+from .evaluations import Evaluation
 from .layouts import Layout
 from .record import Moments, Record, Step
 
@@ -43,7 +45,10 @@ CODES: Final = {
     "V13": "Gradients differ by no common factor.",
     "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
     "V15": "Ranks exchange gradients in each micro-batch, so accumulation saves no communication.",
-    "V16": "Values agree up to rounding, and their bits differ: a rank adds something of its own, or sums in another "
+    "V16": "An evaluation counts another number of rows: padding or copies are counted, or samples are left out.",
+    "V17": "A number that an evaluation gathers, logs or prints differs: it isn't that of all samples.",
+    "V18": "The evaluation fails in this layout, or doesn't end.",
+    "V19": "Values agree up to rounding, and their bits differ: a rank adds something of its own, or sums in another "
     "order.",
 }
 
@@ -131,6 +136,12 @@ class History:
             found.parts += [part] * len(steps)
         return found
 
+    def evaluations(self, num_steps: int) -> list[Evaluation]:
+        """Return each rank's evaluation after so many steps, of the last part of the run."""
+        before = len(self.steps) - len(self.records[0].steps)
+        found = (each for record in self.records for each in record.evaluations if each.shown)
+        return [each for each in found if before + each.num_steps == num_steps]
+
     def tensors(self, number: int, kind: str) -> dict[str, Value]:
         """Return the gradients, weights or states of step `number`."""
         each: list[Mapping[str, Moments | None]] = [getattr(step, kind) for step in self.steps[number]]
@@ -164,6 +175,12 @@ class Bounds:
             norm, other = steps[0].norm, others[0].norm
             if norm and other is not None:
                 found.spread[number, "norm", ""] = abs(norm - other) / abs(norm)
+        for number in range(len(reference.steps) + 1):
+            for before in reference.evaluations(number):
+                for after in reordered.evaluations(number):
+                    for name in before.shown.keys() & after.shown.keys():
+                        change = evaluations.distance(before.shown[name], after.shown[name])
+                        found.spread[number, "evaluation", name] = change
         for kind in ("gradients", "weights", "states"):
             largest: dict[str, float] = {}
             for number in range(min(len(reference.steps), len(reordered.steps))):
@@ -214,7 +231,32 @@ def first_difference(layout: Layout, reference: History, run: History, bounds: B
     if len(run.steps) != len(reference.steps):
         text = f"{len(run.steps)} updates in place of {len(reference.steps)}"
         return Finding(layout.name, len(run.steps) + 1, "updates", "", "V12", text)
-    return None
+    return next(_of_evaluations(layout, reference, run, bounds), None)
+
+
+def _of_evaluations(layout: Layout, reference: History, run: History, bounds: Bounds) -> Iterator[Finding]:
+    """Yield the differences of evaluations; of a resumed run, of the one after the last step."""
+    last = len(reference.steps)
+    for number in range(last if layout.resumes else 0, last + 1):
+
+        def bound_of(name: str, number: int = number) -> float | None:
+            bound = bounds.bound(number, "evaluation", name)
+            return bound if bounds.is_meaningful(bound) and not layout.precision else None
+
+        for each in evaluations.differences(reference.evaluations(number), run.evaluations(number), bound_of):
+            code = "V16" if each.are_rows else "V17"
+            yield Finding(layout.name, number, "evaluation", each.name, code, each.text, each.factor, (each.line, 0))
+    failure = next((record.failure for record in run.records if record.failure), "")
+    if failure and not reference.records[0].failure:
+        yield Finding(layout.name, last, "evaluation", "", "V18", failure)
+    elif reference.evaluations(last) and not run.evaluations(last):
+        yield Finding(layout.name, last, "evaluation", "", "V16", "none, and one in the reference")
+
+
+def own_values(run: History) -> dict[str, int]:
+    """Return the names of numbers that each rank shows its own value of, with lines of the script."""
+    each = (run.evaluations(number) for number in range(len(run.steps) + 1))
+    return dict(found for ranks in each for found in evaluations.own_values(ranks))
 
 
 def excesses_of(layout: Layout, reference: History, run: History, bounds: Bounds) -> dict[str, list[float]]:
@@ -263,7 +305,7 @@ class _StepComparison:
         yield from self._of_tensors("weights")
         yield from self._of_tensors("states")
         if expected.fingerprint != found.fingerprint:
-            yield self._finding("fingerprint", "", "V16", "a buffer, a schedule, a random stream or a position differs")
+            yield self._finding("fingerprint", "", "V19", "a buffer, a schedule, a random stream or a position differs")
         num_batches = len(set(map(tuple, found.samples)))
         if 1 < num_batches <= found.num_reductions:
             text = f"{found.num_reductions} in an update of {num_batches} micro-batches: accumulation saves nothing"
@@ -309,7 +351,7 @@ class _StepComparison:
             factor = _factor(expected, found)
             gap = distance(expected, found, scale)
             if not self._bounds.base and gap < _ROUNDING and not self._run.parts[self._number]:
-                code, text, factor = "V16", f"its bits differ, by {gap:.1e} of its norm", None
+                code, text, factor = "V19", f"its bits differ, by {gap:.1e} of its norm", None
             else:
                 code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
             yield self._finding(_QUANTITIES[kind], name, code, text + (self._hint() if code == "V13" else ""), factor)

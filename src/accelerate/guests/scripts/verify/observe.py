@@ -20,24 +20,27 @@ import torch.multiprocessing
 from ....errors import PreparationError
 from . import surroundings
 from .conditions import REFUSAL, Conditions
-from .recorder import Recorder, wrap
+from .recorder import Recorder
+from .wrapping import wrap
 
 
 @contextlib.contextmanager
 def observing(folder: Path, script: Path) -> Iterator[None]:
     """Observe this process, and write the record if the program ends before the last step."""
     conditions = Conditions.read(folder)
-    recorder = Recorder(folder, script, conditions)
-    surroundings.apply(conditions, folder)
+    datasets: list[object] = []
+    recorder = Recorder(folder, script, conditions, datasets)
+    surroundings.apply(conditions, folder, script, datasets)
     recorder.install()  # outside of the conditions, so that it sees what the script itself gives
     wrap(torch.multiprocessing, "spawn", partial(_spawning, folder, script))
     try:
         yield
-    except PreparationError as error:
-        (folder / REFUSAL).write_text(str(error))
-        raise
-    except SystemExit as end:
-        if end.code not in (None, 0):
+    except BaseException as error:  # also SystemExit: a script may end its evaluation by it
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            if recorder.has_finished:
+                recorder.fail(f"{type(error).__name__}: {error}")
+            if isinstance(error, PreparationError):
+                (folder / REFUSAL).write_text(str(error))
             raise
     recorder.write()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from .conditions import Conditions
-from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference
+from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference, own_values
 from .layouts import Layout, accumulating
 from .record import Record
 from .runs import LayoutRefused, Runs, VerificationError
@@ -120,6 +120,7 @@ class _Prover:
         self._same_bits = same_bits
         if same_bits:  # a share of a batch is a part
             self._conditions = replace(self._conditions, batch_parts=_MULTIPLE, num_shares=_MULTIPLE)
+        self._conditions = self._conditions.for_first_run(runs.script)
         self._may_fall_back = dtype is None
         text = runs.script.read_text(encoding="utf-8", errors="replace")
         self._is_by_hand = "init_process_group" in text and "Accelerator" not in text
@@ -133,7 +134,7 @@ class _Prover:
     def _reference(self, precision: str) -> _Reference:
         """Return the run of one process, in a mixed precision or without; it runs once."""
         if precision not in self._references:
-            records = self._run("1 process", self._conditions_of(precision)) if precision else self._first_run()
+            records = self._run("1 process", self._conditions_of(precision)) if precision else self._first_runs()
             conditions = self._conditions_of(precision)
             dtype = conditions.dtype or ("bfloat16" if records[0].is_rounded else "float32")
             history, bounds = History.of(records), Bounds(0.0)
@@ -154,6 +155,14 @@ class _Prover:
 
     def _conditions_of(self, precision: str) -> Conditions:
         return replace(self._conditions, dtype="", mixed_precision=precision) if precision else self._conditions
+
+    def _first_runs(self) -> list[Record]:
+        """Run as one process; run again with whole evaluations if the script evaluates."""
+        found = self._first_run()
+        self._conditions = self._conditions.after(found[0])
+        if found[0].failure and not self._conditions.evaluation_seconds:
+            self._notes.append(f"The evaluation after the last update isn't compared: {found[0].failure}.")
+        return self._run("1 process", self._conditions) if self._conditions.evaluated else found
 
     def _first_run(self) -> list[Record]:
         try:
@@ -202,6 +211,9 @@ class _Prover:
             return Outcome(layout, "skipped", error.reason.splitlines()[0])
         except VerificationError as error:
             return Outcome(layout, "failed", str(error), seconds=time.monotonic() - began)
+        for name, line in own_values(run).items() if finding is None else ():
+            what = f"{layout.name}: each process shows its own value of {name} ({self._runs.script}:{line})."
+            self._notes.append(f"{what} The mean over the processes agrees.")
         state = "agrees" if finding is None else "differs"
         excesses = excesses_of(layout, reference.history, run, reference.bounds)
         return Outcome(layout, state, finding=finding, seconds=time.monotonic() - began, excesses=excesses)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from .evaluations import Evaluation
+
 
 @final
 class Moments(NamedTuple):
@@ -110,6 +112,9 @@ class Record:
         uses: what the script used: "Accelerator", "accumulate", "group" (a process group of its own), "stream",
             "context", "pipeline", "tensor plan", "expert plan", "Trainer" (of transformers), "batch sampler" (its own).
         share: which share of the data this process read; several may read the same.
+        evaluations: what the script showed of its evaluations, in order.
+        evaluated: the datasets that are only evaluated, by the number of the script's loader that first had it.
+        failure: why the evaluation after the last step ended early; "" if it didn't.
     """
 
     rank: int = 0
@@ -123,6 +128,9 @@ class Record:
     normalizes: list[str] = field(default_factory=list[str])
     is_rounded: bool = False
     uses: list[str] = field(default_factory=list[str])
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    evaluated: list[int] = field(default_factory=list[int])
+    failure: str = ""
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Record]:
@@ -131,6 +139,7 @@ class Record:
         for path in folder.glob("rank_*.json"):
             given = json.loads(path.read_text())
             given["steps"] = [Step.read(step) for step in given["steps"]]
+            given["evaluations"] = [Evaluation.read(each) for each in given["evaluations"]]
             records.append(cls(**given))
         return sorted(records, key=lambda record: record.rank)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import math
@@ -27,8 +26,10 @@ from ....parallel.rebind import canonical_name
 from ....torch_private.modules import batch_fetchers
 from ....training.optimizer import AcceleratedOptimizer
 from .conditions import Conditions
+from .evaluation_recorder import EvaluationRecorder
 from .moments import Places
 from .record import Moments, Record, Step
+from .wrapping import is_of_script, trainer_of, wrap
 
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
 _BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -39,9 +40,13 @@ _WRAPPED: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_w
 
 @final
 class Recorder:
-    """A recorder of this process's training, which ends the process after the last step."""
+    """A recorder of this process's training, which ends the process after the last step.
 
-    def __init__(self, folder: Path, script: Path, conditions: Conditions) -> None:
+    Args:
+        datasets: the list for the datasets of the script's loaders, in the order of their creation.
+    """
+
+    def __init__(self, folder: Path, script: Path, conditions: Conditions, datasets: list[object]) -> None:
         self._folder, self._script, self._conditions = folder, str(script), conditions
         self._record = Record()
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -66,6 +71,8 @@ class Recorder:
         self._line = 0  # of the script's last backward pass
         self._is_resumed = not conditions.resumes_from
         self._passes: list[object] = []  # the passes through prepared loaders that have begun, the outermost first
+        self._datasets = datasets
+        self._evaluations = EvaluationRecorder(self._record, datasets, self._line_of, self.end)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -83,6 +90,8 @@ class Recorder:
             wrap(Accelerator, call, self._using(name))
         wrap(Accelerator, "prepare_model", self._preparing)
         wrap(torch.distributed, "init_process_group", self._using("group"))
+        if self._conditions.evaluates:
+            self._evaluations.install()
         if self._conditions.keeps_tensors:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 wrap(module, "clip_grad_norm_", self._clipping)
@@ -121,6 +130,7 @@ class Recorder:
     def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
         def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
             if self._depth == 0:  # not when activation checkpointing recomputes a part
+                self._evaluations.note_backward()
                 given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 each = [self._unscaled.get(tensor) or (tensor,) for tensor in given]
                 self._record.losses.append(sum(float(tensor.detach().double().mean()) for (tensor,) in each))
@@ -157,8 +167,12 @@ class Recorder:
     def _making(self, make: Callable[..., None]) -> Callable[..., None]:
         def made(*args: object, **kwargs: object) -> None:
             given = kwargs.get("batch_sampler", args[5] if len(args) > 5 else None)
-            if given is not None and is_of_script(sys._getframe(1)):
-                self._use("batch sampler")
+            dataset = kwargs.get("dataset", args[1] if len(args) > 1 else None)
+            if is_of_script(sys._getframe(1)):
+                if given is not None:
+                    self._use("batch sampler")
+                if not any(each is dataset for each in self._datasets):
+                    self._datasets.append(dataset)
             make(*args, **kwargs)
 
         return made
@@ -166,6 +180,7 @@ class Recorder:
     def _beginning(self, begin: Callable[..., object]) -> Callable[..., object]:
         def beginning(loader: object) -> object:
             self._random_state = None  # the order of a shuffled pass is drawn when it begins
+            self._evaluations.begin_pass()
             return begin(loader)
 
         return beginning
@@ -266,13 +281,28 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):  # whose own optimizer is counted
             return
+        if self.has_finished:
+            self.end()
         if not any(known is optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._record.num_steps += 1
         if self._conditions.keeps_tensors:
             self._keep(optimizer)
         if self._record.num_steps >= self._conditions.num_steps:
-            self.end()
+            if not self._conditions.evaluation_seconds:
+                self.end()
+            self._note_last_step()
+            self._evaluations.wait(self._conditions.evaluation_seconds)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the last step is done, and the script goes on to an evaluation."""
+        return self._evaluations.is_awaited
+
+    def fail(self, why: str) -> None:
+        """Note why the evaluation after the last step ended early, and end the process."""
+        self._record.failure = why
+        self.end()
 
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         number = next(n for n, known in enumerate(self._optimizers) if known is optimizer)
@@ -396,6 +426,8 @@ class Recorder:
             try:
                 for batch in iterate(loader):
                     yield batch
+                    if self._evaluations.ends_pass(getattr(loader, "dataset", None)):
+                        break
                     if self._passes[0] is this_pass:
                         self._stop()
             finally:
@@ -420,16 +452,21 @@ class Recorder:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             record.rank, record.num_processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
             record.share = self._accelerators[-1].mesh.data_share().index if self._accelerators else record.rank
+        if not self.has_finished:
+            self._note_last_step()
+        record.write(self._folder)
+
+    def _note_last_step(self) -> None:
+        """Note the weights, and the layers in training, as they are after the last step."""
         for optimizer in self._optimizers:
             for parameter in _trained_by(optimizer):
                 weight = parameter.detach().double()
-                record.weights.append((float(weight.sum()), float(weight.abs().sum())))
-        record.normalizes = [
+                self._record.weights.append((float(weight.sum()), float(weight.abs().sum())))
+        self._record.normalizes = [
             type(found).__name__
             for found in gc.get_objects()
             if issubclass(type(found), _BATCH_NORMS) and found.training and not self._conditions.batch_parts
         ]
-        record.write(self._folder)
 
     def end(self) -> None:
         """Write the record and end the process without the end of the script, which writes files."""
@@ -454,23 +491,3 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if inner is not None and len(module._modules) == 1:
             return _unwrapped(inner)
     return module
-
-
-def is_of_script(frame: FrameType) -> bool:
-    """Return whether a call comes from the script, or from a library that it uses."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("accelerate", "torch")
-
-
-def trainer_of(frame: FrameType | None) -> Any:
-    """Return the Trainer of transformers whose method is being called; None if there is none."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.trainer" and "self" in frame.f_locals:
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
-
-
-def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function or method of `owner` by `wrapped(function)`."""
-    before: Callable[..., Any] = getattr(owner, name)
-    setattr(owner, name, functools.wraps(before)(wrapped(before)))

@@ -34,6 +34,10 @@ def finding_text(proof: Proof, outcome: Outcome) -> str:
     if found is None:
         return f"{outcome.layout.name}: {outcome.why}"
     subject = f"{found.quantity} of {found.name}" if found.name else found.quantity
+    if found.quantity == "evaluation":
+        subject = f"evaluation, {found.name}" if found.name else found.quantity
+        text = f"{found.layout}: after update {found.update}, {subject}: {found.text} [{found.code}]"
+        return text + (f"\n  {proof.script}:{found.lines[0]}" if found.lines[0] else "")
     text = f"{found.layout}: update {found.update}, {subject}: {found.text} [{found.code}]"
     if found.lines[0]:
         backward = f", backward pass at line {found.lines[1]}" if found.lines[1] else ""

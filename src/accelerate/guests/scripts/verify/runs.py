@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from ....errors import AccelerateError
 from ....ports import get_free_port
 from ....settings.env import snapshot
+from .evaluations import differences
 
 if TYPE_CHECKING:
     from .conditions import Conditions
+    from .evaluations import Evaluation
     from .record import Record
 
 ORIGINAL: Final = "original"
@@ -57,6 +59,8 @@ class Run:
 
     Attributes:
         losses: the mean over the processes for each backward pass.
+        evaluations: by the number of steps before: of each process.
+        failure: why the evaluation after the last step ended early; "" if it didn't.
     """
 
     title: str
@@ -65,10 +69,15 @@ class Run:
     draws: bool = False
     normalizes: bool = False
     is_rounded: bool = False
+    evaluations: dict[int, list[Evaluation]] = field(default_factory=dict[int, "list[Evaluation]"])
+    failure: str = ""
 
     @classmethod
     def of(cls, title: str, records: Sequence[Record]) -> Run:
         """Return the run with these records of its processes."""
+        evaluations: dict[int, list[Evaluation]] = {}
+        for each in (each for record in records for each in record.evaluations if each.shown):
+            evaluations.setdefault(each.num_steps, []).append(each)
         losses = [sum(each) / len(records) for each in zip(*(record.losses for record in records), strict=False)]
         return cls(
             title,
@@ -77,6 +86,8 @@ class Run:
             any(record.draws for record in records),
             any(bool(record.normalizes) for record in records),
             any(record.is_rounded for record in records),
+            evaluations,
+            next((record.failure for record in records if record.failure), ""),
         )
 
     @property
@@ -105,7 +116,12 @@ class Comparison:
     def differences(self) -> list[str]:
         """The first difference of each other run from the first run, in words."""
         original, *others = self.runs
-        return [text for run in others if run.title not in self.excused and (text := _difference(original, run))]
+        return [
+            text
+            for before, run in zip(self.runs, others, strict=False)
+            if run.title not in self.excused
+            and (text := _difference(original, run) or _evaluation_difference(original, run, before))
+        ]
 
     def table(self) -> str:
         """Return losses and weight checksums side by side."""
@@ -137,14 +153,27 @@ class Runs:
     arguments: list[str]
     num_steps: int
     _count: int = 0
+    _conditions: Conditions | None = None  # of the runs after the first
 
     def observe(
         self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, by_hand: bool = False
     ) -> list[Record]:
-        """Run `source` on a number of ranks (None: as a program of its own), and return the record of each."""
+        """Run `source` on a number of ranks (None: as a program of its own), and return the record of each.
+
+        The first run shows whether the script evaluates. If it does, it runs again with whole evaluations.
+        """
         from .conditions import Conditions
 
-        return self.observe_under(Conditions(self.num_steps, splits), title, source, ranks, by_hand=by_hand)
+        if self._conditions is not None:
+            return self.observe_under(
+                replace(self._conditions, splits_batches=splits), title, source, ranks, by_hand=by_hand
+            )
+        first = Conditions(self.num_steps, splits).for_first_run(self.script)
+        records = self.observe_under(first, title, source, ranks, by_hand=by_hand)
+        self._conditions = first.after(records[0])
+        if splits and self._conditions.evaluated:
+            return self.observe(title, source, ranks, splits=splits, by_hand=by_hand)
+        return records
 
     def observe_under(
         self,
@@ -227,8 +256,7 @@ def title_of(num_processes: int) -> str:
 
 def _difference(original: Run, run: Run) -> str:
     """Return the first difference of `run` from the original, in words; "" if there is none."""
-    limit = _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
-    place = original.place
+    limit, place = _limit(run), original.place
     if len(run.losses) != len(original.losses):
         return f"{run.title}: {len(run.losses)} backward passes, and {len(original.losses)} in {place}"
     for number, (before, after) in enumerate(zip(original.losses, run.losses, strict=True), start=1):
@@ -244,6 +272,22 @@ def _difference(original: Run, run: Run) -> str:
                 f"{before[0]:.9g} in {place}"
             )
     return ""
+
+
+def _evaluation_difference(original: Run, run: Run, before: Run) -> str:
+    """Return the first difference of what evaluations show from the original's, else from the run `before`'s."""
+    for other in (original, before):
+        for num_steps, ranks in other.evaluations.items():
+            for found in differences(ranks, run.evaluations.get(num_steps, []), lambda _: _limit(run)):
+                where = f"the evaluation after step {num_steps} (line {found.line})"
+                return f"{run.title}: {where}: {found.name}: {found.text} in {other.place}"
+    if run.failure and not original.failure:
+        return f"{run.title}: the evaluation after the last step ended early: {run.failure}"
+    return ""
+
+
+def _limit(run: Run) -> float:
+    return _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
 
 
 def _are_close(one: float, other: float, limit: float) -> bool:

@@ -24,20 +24,24 @@ from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
 from .kept_files import keep_files
-from .recorder import is_of_script, trainer_of, wrap
+from .wrapping import is_of_script, trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
 _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def apply(conditions: Conditions, folder: Path) -> None:
-    """Give this process the conditions of the run: seeds, no dropout, shared batches, the CPU, and no files."""
+def apply(conditions: Conditions, folder: Path, script: Path, datasets: list[object]) -> None:
+    """Give this process the conditions of the run: seeds, no dropout, shared batches, the CPU, and no files.
+
+    Args:
+        datasets: those of the script's loaders, in the order of their creation; others add to it.
+    """
     set_seed(0)
     if not conditions.batch_parts:  # else all ranks draw the masks of the parts
         _leave_out_dropout()
     if conditions.splits_batches:
-        wrap(DataLoader, "__init__", partial(_with_full_batches, conditions))
+        wrap(DataLoader, "__init__", partial(_with_full_batches, conditions, datasets))
     wrap(Accelerator, "__init__", partial(_under, conditions, folder))
     if conditions.num_parts > 1:
         _accumulate_more(conditions.num_parts)
@@ -48,7 +52,7 @@ def apply(conditions: Conditions, folder: Path) -> None:
     if conditions.noise:
         wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise))
     keep_files(folder)
-    _without_cuda()
+    _without_cuda(script)
 
 
 def _leave_out_dropout() -> None:
@@ -68,18 +72,24 @@ def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
     return attended
 
 
-def _with_full_batches(conditions: Conditions, make: Callable[..., object]) -> Callable[..., object]:
-    """Return a loader constructor with batches that can be shared, without the incomplete last one of a pass."""
+def _with_full_batches(
+    conditions: Conditions, datasets: list[object], make: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a loader constructor with batches that can be shared, without the incomplete last one of a pass.
+
+    Loaders for evaluation keep the last batch, and aren't divided into micro-batches.
+    """
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
+        evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
         if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
             own = conditions.num_shares if conditions.divides_itself else 1
             batch_size += -batch_size % (conditions.multiple // own)
             with contextlib.suppress(TypeError):  # a stream has no length
-                if len(dataset) >= batch_size:
+                if len(dataset) >= batch_size and not evaluates:
                     kwargs["drop_last"] = True
-            batch_size //= conditions.num_parts * conditions.num_shares // own
-        if conditions.keeps_tensors and len(args) < 4:  # samples are noted in this process
+            batch_size //= (1 if evaluates else conditions.num_parts) * conditions.num_shares // own
+        if (conditions.keeps_tensors or conditions.evaluates) and len(args) < 4:  # samples are noted in this process
             kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
         make(loader, dataset, batch_size, *args, **kwargs)
 
@@ -196,33 +206,66 @@ def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @final
 class _OnHost(TorchFunctionMode):
-    """A mode that computes on the CPU, for scripts with the name of a missing GPU."""
+    """A mode that computes on the CPU, for scripts with the name or the number of a missing GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items()}
+        kwargs = _options_on_host(kwargs or {})
         if func is torch.Tensor.to:
             args = (args[0], *map(_on_host, args[1:]))
         return func(*args, **kwargs)
 
 
+def _options_on_host(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: _on_host(value) if name == "device" or not _is_number(value) else value
+            for name, value in options.items()}  # fmt: skip
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _on_host(value: object) -> object:
-    if isinstance(value, (torch.device, str)) and str(value).partition(":")[0] == "cuda":
-        return torch.device("cpu")
-    return value
+    is_named = isinstance(value, (torch.device, str)) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_named or _is_number(value) else value
 
 
-def _without_cuda() -> None:
+def _without_cuda(script: Path) -> None:
     """Let a script that uses GPUs run without one."""
     if torch.cuda.is_available():
         return
     _OnHost().__enter__()
     for name in ("set_device", "synchronize"):
         wrap(torch.cuda, name, lambda _: lambda *_, **__: None)
+    wrap(torch.cuda, "current_device", lambda _: lambda: 0)
     wrap(torch.nn.Module, "cuda", lambda _: lambda module, *_, **__: module)
+    wrap(torch.nn.Module, "to", _moving)
+    wrap(torch, "load", lambda load: lambda *args, **kwargs: load(*args[:1], **{**kwargs, "map_location": "cpu"}))
     wrap(torch.distributed, "init_process_group", _through_gloo)
     wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _without_device_ids)
+    if "torch.device(" in script.read_text(encoding="utf-8", errors="replace"):
+        setattr(torch, "device", _host_devices(torch.device))  # noqa: B010  (a type in its declaration)
+
+
+def _moving(move: Callable[..., object]) -> Callable[..., object]:
+    """Return a `Module.to` that takes the number of a GPU."""
+    return lambda module, *args, **kwargs: move(module, *map(_on_host, args), **_options_on_host(kwargs))
+
+
+def _host_devices(device: type[torch.device]) -> type:
+    """Return a type of devices for which each number is the CPU: torch refuses numbers without a GPU."""
+
+    @final
+    class OnHost(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, device)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+            numbered = args[:1] and _is_number(args[0])
+            return device("cpu") if numbered else device(*args, **kwargs)
+
+    return OnHost("device", (), {})
 
 
 def _through_gloo(begin: Callable[..., object]) -> Callable[..., object]:

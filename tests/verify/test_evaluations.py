@@ -1,0 +1,195 @@
+"""`accelerate verify` compares what evaluations show: rows that are gathered, numbers that are logged or printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from accelerate.guests.scripts.verify.evaluations import Evaluation, Shown, differences, distance, own_values, parsed
+from accelerate.guests.scripts.verify.layouts import chosen
+from accelerate.guests.scripts.verify.prove import Outcome, Proof, prove
+from accelerate.guests.scripts.verify.report import as_text
+from tests.slow import slow_for
+from tests.verify.corpus import BARE, PREPARE
+
+pytestmark = pytest.mark.timeout(900)  # several runs of a script, one after another
+slow = slow_for("several runs of a script", "corpus")
+
+# -- the comparison ----------------------------------------------------------------------------------------
+
+
+def shown(*numbers: float, unit: float = 0.0) -> Shown:
+    return Shown(7, 0, [[number, unit] for number in numbers])
+
+
+def rows(*values: float) -> Shown:
+    return Shown(7, len(values), [[sum(values), 0.0], [sum(value * value for value in values), 0.0]])
+
+
+def texts(before: list[Shown], after: list[Shown], bound: float | None = 1e-10) -> list[str]:
+    reference, run = ([Evaluation(3, shown={"x": each}) for each in ranks] for ranks in (before, after))
+    return [found.text for found in differences(reference, run, lambda _: bound)]
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "numbers"),
+    [
+        ("epoch 3: 85.3% right", "epoch {}: {}% right", [[3.0, 0.0], [85.3, 0.1]]),
+        ("loss: 0.1234, 98/100 (98%)", "loss: {}, {}/{} ({}%)", [[0.1234, 0.0001], [98, 0], [100, 0], [98, 0]]),
+        ("1.2e-05 nan", "{} {}", [[1.2e-05, 1e-06], [float("nan"), 0.0]]),
+        ("took 3.2 s at step 40, 7 batches", "took {} s at step {}, {} batches", []),
+        ("elapsed: 12, lr=0.5", "elapsed: {}, lr={}", [[0.5, 0.1]]),
+    ],
+)
+def test_numbers_of_a_printed_text_have_their_rounding(text: str, template: str, numbers: list[list[float]]) -> None:
+    found, values = parsed(text)
+    assert found == template and repr(values) == repr([[float(a), float(b)] for a, b in numbers])
+
+
+def test_another_number_of_rows_is_found_and_each_rank_may_add_one_row() -> None:
+    ones = [1.0] * 300
+    assert texts([rows(*ones)], [rows(*ones, *[1.0] * 20)] * 2) == ["320 rows in place of 300"]
+    assert texts([rows(*ones)], [rows(*ones[1:])]) == ["299 rows in place of 300"]
+    assert texts([rows(1.0, 2.0)], [rows(1.0, 1.0, 2.0, 2.0)] * 2) == []  # a loss of each rank
+    assert texts([rows(1.0, 2.0)], [rows(1.0, 1.0, 2.0, 3.0)] * 2) == ["1.75 in place of 1.5"]
+    assert texts([rows(1.0, 2.0)], [rows(1.0, 2.0 + 1e-12)]) == []
+    assert texts([rows(1.0, -1.0)], [rows(1.0 + 1e-13, -1.0)]) == []  # a mean near zero counts by the rows' size
+    assert texts([rows(1.0, 2.0)], [rows(1.0, 3.0)], None) == []  # not compared
+
+
+def test_a_value_of_each_rank_counts_as_its_mean() -> None:
+    assert texts([shown(2.0)], [shown(1.0), shown(3.0)]) == []
+    assert texts([shown(2.0)], [shown(1.0), shown(2.0)]) == [
+        "1.5 in place of 2 (the mean: each process shows a value of its own samples)"
+    ]
+    assert texts([shown(2.0)], [shown(2.5), shown(2.5)]) == ["2.5 in place of 2"]
+    run = [Evaluation(3, shown={"x": shown(1.0)}), Evaluation(3, shown={"x": shown(3.0)})]
+    assert list(own_values(run)) == [("x", 7)] and not list(own_values(run[:1])) and not list(own_values([]))
+
+
+def test_what_only_some_ranks_show_is_compared_where_the_reference_is_alike() -> None:
+    reference = [Evaluation(3, shown={"x": shown(1.0)}), Evaluation(3)]
+    run = [Evaluation(3, shown={"x": shown(2.0)}), Evaluation(3)]
+    assert len(list(differences(reference, run, lambda _: 0.0))) == 1
+    assert not list(differences(reference[:1], run, lambda _: 0.0))  # of the other rank it isn't known
+    assert not list(differences(run, [Evaluation(3, draws=True, shown={"x": shown(1.0)})], lambda _: 0.0))
+
+
+def test_a_distance_is_what_rounding_does_not_explain() -> None:
+    assert distance(shown(0.5, unit=0.1), shown(0.6, unit=0.1)) == 0.0
+    assert distance(shown(0.5, unit=0.1), shown(0.8, unit=0.1)) == pytest.approx(0.199 / 0.8)
+    assert distance(shown(float("nan")), shown(float("nan"))) == 0.0
+    assert distance(shown(1.0), shown(float("nan"))) == float("inf")
+    assert distance(shown(0.0), shown(1e-17)) < 1e-10
+
+
+# -- scripts -----------------------------------------------------------------------------------------------
+
+#: The loop with an evaluation of 30 samples, in batches of 8, after each epoch.
+HELD_OUT: Final = "held_out = DataLoader(TensorDataset(x[:30], data.tensors[1][:30]), 8)\n"
+EVALUATION: Final = """\
+    model.eval()
+    right = count = 0
+    for inputs, targets in held_out:
+        with torch.no_grad():
+            found = model(inputs)
+        found, targets = accelerator.gather_for_metrics((found, targets))
+        right += ((found > 0) == (targets > 0)).sum().item()
+        count += len(found)
+    accelerator.print(f"epoch {epoch}: {right} of {count}")
+    accelerator.log({"accuracy": right / count, "epoch": epoch, "eval_time": torch.rand(()).item()})
+    model.train()
+"""
+EVALUATED: Final = (
+    BARE.replace(PREPARE, f"{HELD_OUT}{PREPARE}\nheld_out = accelerator.prepare(held_out)\n") + EVALUATION
+)
+
+
+def proof_of(folder: Path, text: str, layouts: str, num_steps: int = 3) -> tuple[Proof, dict[str, Outcome]]:
+    path = folder / "train.py"
+    path.write_text(text)
+    proof = prove(path, [], num_steps, chosen(layouts))
+    return proof, {outcome.layout.name: outcome for outcome in proof.outcomes}
+
+
+def changed(old: str, new: str, text: str = EVALUATED) -> str:
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+@slow
+def test_a_right_evaluation_agrees_in_all_layouts(tmp_path: Path) -> None:
+    proof, found = proof_of(tmp_path, EVALUATED, "ranks2,ranks4,parts2,fsdp2,resume,bf16")
+    assert [outcome.state for outcome in found.values()] == ["agrees"] * 6, as_text(proof)
+    assert proof.notes == []
+
+
+def test_padding_that_is_counted_is_found(tmp_path: Path) -> None:
+    """An epoch has eight batches: the evaluation is reached though three updates are compared."""
+    text = changed("gather_for_metrics", "gather")
+    proof, found = proof_of(tmp_path, text, "ranks4")
+    finding = found["ranks4"].finding
+    assert finding is not None and (finding.code, finding.quantity) == ("V16", "evaluation"), as_text(proof)
+    assert finding.text == "32 rows in place of 30" and "accelerator.gather(" in text.splitlines()[finding.lines[0] - 1]
+    assert "ranks4: after update 3, evaluation, gather at line" in as_text(proof) and proof.exit_code == 1
+
+
+#: By fault: what is replaced, by what, the code, and the line that is named.
+FAULTS: Final = {
+    "nothing gathered": (
+        "        found, targets = accelerator.gather_for_metrics((found, targets))\n", "", "V17", "accelerator.print"
+    ),
+    "mean of means": (
+        "found, targets = accelerator.gather_for_metrics((found, targets))",
+        "loss = accelerator.reduce(nn.functional.mse_loss(found, targets), 'mean')",
+        "V17",
+        "accelerator.reduce",
+    ),
+    "copies counted": ("held_out = accelerator.prepare(held_out)\n", "", "V17", "accelerator.print"),
+    "left out": ("held_out:", "(held_out if accelerator.num_processes == 1 else []):", "V18", ""),
+    "fails": ("    model.eval()\n", "    model.eval()\n    1 // (2 - accelerator.num_processes)\n", "V18", ""),
+}  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_an_evaluation_is_found(name: str, tmp_path: Path) -> None:
+    old, new, code, place = FAULTS[name]
+    text = changed(old, new)
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    finding = found["ranks2"].finding
+    assert finding is not None and finding.code == code, as_text(proof)
+    assert place in text.splitlines()[finding.lines[0] - 1]
+
+
+@slow
+def test_an_evaluation_between_updates_is_compared_too(tmp_path: Path) -> None:
+    inner = "".join(f"        {line}\n" for line in EVALUATION.replace("epoch", "number").splitlines())
+    inside = f"        number += 1\n        if number % 2 == 0:\n{inner}"
+    text = changed(EVALUATION, inside).replace("for epoch", "number = 0\nfor epoch", 1)
+    proof, found = proof_of(tmp_path, text, "ranks2,fsdp2", 5)
+    assert [outcome.state for outcome in found.values()] == ["agrees"] * 2, as_text(proof)
+    proof, found = proof_of(tmp_path, text.replace("gather_for_metrics", "gather"), "ranks4", 5)
+    finding = found["ranks4"].finding
+    assert finding is not None and (finding.code, finding.update) == ("V16", 2), as_text(proof)
+
+
+@slow
+def test_a_value_of_each_process_is_noted(tmp_path: Path) -> None:
+    text = changed("    model.eval()\n", "    accelerator.print(f'loss {loss.item():.6f}')\n    model.eval()\n")
+    text = text.replace("    model.train()\n", "    accelerator.log({'train_loss': loss.item()})\n    model.train()\n")
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    assert found["ranks2"].state == "agrees", as_text(proof)
+    (note,) = proof.notes
+    assert note.startswith("ranks2: each process shows its own value of logged train_loss (")
+
+
+@slow
+def test_an_evaluation_that_fails_everywhere_is_not_compared(tmp_path: Path) -> None:
+    proof, found = proof_of(
+        tmp_path, changed("    model.eval()\n", "    model.eval()\n    raise OSError('no data')\n"), "ranks2"
+    )
+    assert found["ranks2"].state == "agrees", as_text(proof)
+    assert proof.notes == ["The evaluation after the last update isn't compared: OSError: no data."]
