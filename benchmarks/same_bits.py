@@ -3,8 +3,9 @@
     python benchmarks/same_bits.py                  two gloo ranks, a step of about 20 ms
     python benchmarks/same_bits.py --num_ranks 4 --hidden 512
 
-Each rank computes one part. Rounds of both take turns, and the least of each counts. The bytes are those that the
-loopback device has counted.
+Each rank computes one part. Rounds of both take turns. "ratio" compares the least of each; "ratios" has the least, the
+median and the largest ratio of a round to the one beside it, which show how much a loaded machine disturbs. The bytes
+are those that the loopback device has counted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def measured(num_ranks: int, hidden: int, rounds: int, steps: int) -> dict[str, 
         "ordinary": prepared(None, num_ranks, hidden, steps),
         "parts": prepared(num_ranks, num_ranks, hidden, steps),
     }
-    least = dict.fromkeys(modes, float("inf"))
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
     sent = dict.fromkeys(modes, 0)
     for _ in range(rounds):
         for name, (accelerator, model, optimizer, loader) in modes.items():
@@ -64,10 +65,15 @@ def measured(num_ranks: int, hidden: int, rounds: int, steps: int) -> dict[str, 
                     accelerator.backward(model(batch).square().mean())
                     optimizer.step()
                     optimizer.zero_grad()
-            least[name] = min(least[name], (time.perf_counter() - began) / steps)
+            seconds[name].append((time.perf_counter() - began) / steps)
             accelerator.wait_for_everyone()
             sent[name] = (bytes_sent() - before) // steps
-    return {"seconds": least, "bytes": sent}
+    ratios = sorted(parts / ordinary for parts, ordinary in zip(seconds["parts"], seconds["ordinary"], strict=True))
+    return {
+        "seconds": {name: min(of_rounds) for name, of_rounds in seconds.items()},
+        "bytes": sent,
+        "ratios": [round(ratios[place], 3) for place in (0, len(ratios) // 2, -1)],
+    }
 
 
 def main() -> None:
