@@ -23,10 +23,9 @@ from ...torch_private.distributed import all_gather_single
 from ...torch_private.modules import current_backward
 from .tree import Gradients, Node, PartialSums, nodes_of
 
-#: The bytes of a bucket: those of all gradients divided by this number, within these limits.
-_NUM_BUCKETS: Final = 4
-_LEAST_BYTES: Final = 2**20
-_MOST_BYTES: Final = 25 * 2**20
+#: The bytes of the first bucket, which is sent early, and of the others; those of DDP.
+_FIRST_BYTES: Final = 2**20
+_BUCKET_BYTES: Final = 25 * 2**20
 #: The bytes at whose multiples a gradient begins, as if it had memory of its own: kernels choose their sums by that.
 _ALIGNMENT: Final = 64
 
@@ -151,13 +150,13 @@ class Exchange:
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Send what the backward pass hasn't sent; return the sums over all parts on every rank."""
+        totals: Gradients = [None] * len(self.parameters)
         if self._division.num_ranks == 1:
             own = self._own_sums(range(len(self.parameters))).total(in_place=False)
             totals = [None if total is None else total + 0.0 for total in own]  # as in _Bucket.sum
         else:
             while self._num_sent < len(self._buckets):
                 self._send_next()
-            totals = [None] * len(self.parameters)
             for bucket in self._buckets[-1:]:
                 bucket.sum(self._held, self._group)
             for bucket in self._buckets:
@@ -207,8 +206,9 @@ class _Bucket:
         sizes = [parameter.numel() + len(gap) for parameter, gap in zip(self.parameters, self._gaps, strict=True)]
         self._sizes = [*sizes, len(sizes)]  # at the end a flag for each parameter
         self._is_used: list[bool] = []  # whether this rank has a gradient of each
-        self._values = self._first  # those that are received
-        self._work: dist.Work | None = None
+        self._received = self._first  # kept, because new memory takes time
+        self._values: torch.Tensor | None = None  # those that are gathered
+        self._works: list[dist.Work | None] = []
 
     def send(self, nodes: Sequence[Node], num_nodes: Sequence[int], group: dist.ProcessGroup | None) -> None:
         """Start to send each rank its shard of every node; ``num_nodes`` are those of each rank."""
@@ -228,10 +228,11 @@ class _Bucket:
             torch.cat(pieces, out=row[:num_values])
         by_rank = sent.view(len(nodes), ranks, shard).transpose(0, 1).reshape(-1)
         counts = [count * shard for count in num_nodes]
-        self._values = self._first.new_empty(sum(counts))
-        self._work = dist.all_to_all_single(
-            self._values, by_rank, counts, [len(nodes) * shard] * ranks, group=group, async_op=True
-        )
+        if self._received.numel() != sum(counts) or self._received is self._first:
+            self._received = self._first.new_empty(sum(counts))
+        self._values = by_rank if len(nodes) == 1 else None
+        sizes = [len(nodes) * shard] * ranks
+        self._works = [dist.all_to_all_single(self._received, by_rank, counts, sizes, group=group, async_op=True)]
 
     def sum(self, held: Sequence[Sequence[tuple[int, int]]], group: dist.ProcessGroup | None) -> None:
         """Sum this rank's shard, and start to gather the shards of all ranks.
@@ -239,26 +240,42 @@ class _Bucket:
         Args:
             held: (start, size) of the nodes of each rank.
         """
-        assert self._work is not None, "sent before"
-        self._work.wait()
+        self._wait()
         places = [place for of_rank in held for place in of_rank]
-        rows = self._values.view(len(places), -1)
+        rows = self._received.view(len(places), -1)
         sums = PartialSums()
         for number in sorted(range(len(places)), key=places.__getitem__):
             sums.add(Node(*places[number], [rows[number]]))
         (own,) = sums.total()
         assert own is not None, "each row is a tensor"
         own += 0.0  # a part without a gradient is a zero on other ranks, so zeros have to have one sign
-        self._values = own.new_empty(own.numel() * len(held))
-        self._work = all_gather_single(self._values, own, group, async_op=True)
+        if self._values is None:  # else what was sent makes room
+            self._values = own.new_empty(own.numel() * len(held))
+        if own.device.type != "cpu":
+            self._works = [all_gather_single(self._values, own, group, async_op=True)]
+            return
+        self._works = []  # gloo's all-gather copies all that it has gathered
+        for rank, shard in enumerate(self._values.view(len(held), -1)):
+            if rank == dist.get_rank(group):
+                shard.copy_(own)
+            else:
+                peer = rank if group is None else dist.get_global_rank(group, rank)
+                tag = self.numbers[0]
+                self._works += [dist.irecv(shard, peer, group, tag), dist.isend(own, peer, group, tag)]
+
+    def _wait(self) -> None:
+        while self._works:
+            work = self._works.pop(0)
+            assert work is not None, "this rank is in the group"
+            work.wait()
 
     def gathered(self) -> Gradients:
         """Return the gradients of the parameters; None where no rank has one."""
-        assert self._work is not None, "summed before"
-        self._work.wait()
+        self._wait()
+        assert self._values is not None, "summed before"
         *flat, flags = self._values[: sum(self._sizes)].split(self._sizes)
         used = self._is_used if all(self._is_used) else flags.tolist()  # reading them waits for the device
-        self._values, self._work = self._first, None
+        self._values = None
         return [
             values[: parameter.numel()].view_as(parameter) if count else None
             for parameter, values, count in zip(self.parameters, flat, used, strict=True)
@@ -268,7 +285,6 @@ class _Bucket:
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
     """Return the buckets of ``parameters``, those first whose gradients a backward pass is likely to compute first."""
     num_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    limit = min(max(sum(num_bytes) // _NUM_BUCKETS, _LEAST_BYTES), _MOST_BYTES)
     held: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     sizes = dict.fromkeys(((parameter.device, parameter.dtype) for parameter in parameters), 0)
     found: list[list[int]] = []
@@ -276,7 +292,7 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
         kind = parameters[number].device, parameters[number].dtype
         held.setdefault(kind, []).append(number)
         sizes[kind] += num_bytes[number]
-        if sizes[kind] >= limit:
+        if sizes[kind] >= (_BUCKET_BYTES if found else _FIRST_BYTES):
             found.append(held.pop(kind))
             sizes[kind] = 0
     found.extend(held.values())

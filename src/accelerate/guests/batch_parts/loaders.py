@@ -60,9 +60,9 @@ class PartsShard(BatchSamplerShard):
         """Return the number in the epoch of the part that this rank computes in ``step``."""
         return step // self.division.per_rank * self.division.count + self.part_of(step)
 
-    def first_sample(self, samples: int, batch_info: BatchInfo) -> int:
-        """Return a number for the first sample of this rank's batch that is the same for any number of ranks."""
-        return self.number_of(batch_info.steps - 1) << 32
+    def first_sample(self, samples: int, batch_info: BatchInfo) -> tuple[int, int]:
+        """Return the number in the epoch of this rank's part, whose samples are read with one seed."""
+        return self.number_of(batch_info.steps - 1), 0
 
     def assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
         """Yield the infos of this process's batches from the remaining batches of a batch sampler."""
