@@ -126,8 +126,7 @@ class BatchSamplerShard(OverBatchSampler):
         Args:
             samples: how many samples come before the step.
         """
-        sizes = () if batch_info.coverage is None else batch_info.coverage.size
-        return samples + sum(sizes[: self.process_index]), 1
+        return samples + sum(batch_info.coverage.size[: self.process_index] if batch_info.coverage else ()), 1
 
     def __len__(self) -> int:
         length = len(self.batch_sampler)

@@ -81,7 +81,7 @@ class PartShards(FullyShardStrategy):
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer`` update whole tensors where its update mixes their elements."""
         self.parts.check_optimizer(optimizer)
-        if isinstance(optimizer, torch.optim.Adafactor) and not hasattr(optimizer, DECLARATION):
+        if isinstance(optimizer, torch.optim.Adafactor) and getattr(optimizer, DECLARATION, None) is None:
             setattr(optimizer, DECLARATION, True)
         super().register_step_hooks(optimizer)
 
