@@ -3,8 +3,9 @@
     python benchmarks/same_bits.py                  two gloo ranks, a step of about 20 ms
     python benchmarks/same_bits.py --num_ranks 4 --hidden 512
 
-Each rank computes one part. Rounds of both take turns, and the least of each counts. The bytes are those that the
-loopback device has counted.
+Each rank computes one part. Rounds of both take turns. "ratio" compares the least of each; "ratios" has the least, the
+median and the largest ratio of a round to the one beside it, which show how much a loaded machine disturbs. The
+processor's seconds are those of all threads of a rank, the bytes those that the loopback device has counted.
 """
 
 from __future__ import annotations
@@ -53,21 +54,29 @@ def measured(num_ranks: int, hidden: int, rounds: int, steps: int) -> dict[str, 
         "ordinary": prepared(None, num_ranks, hidden, steps),
         "parts": prepared(num_ranks, num_ranks, hidden, steps),
     }
-    least = dict.fromkeys(modes, float("inf"))
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    processor = dict.fromkeys(modes, float("inf"))
     sent = dict.fromkeys(modes, 0)
     for _ in range(rounds):
         for name, (accelerator, model, optimizer, loader) in modes.items():
             accelerator.wait_for_everyone()
-            before, began = bytes_sent(), time.perf_counter()
+            before, began, used = bytes_sent(), time.perf_counter(), time.process_time()
             for (batch,) in loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(batch).square().mean())
                     optimizer.step()
                     optimizer.zero_grad()
-            least[name] = min(least[name], (time.perf_counter() - began) / steps)
+            seconds[name].append((time.perf_counter() - began) / steps)
+            processor[name] = min(processor[name], (time.process_time() - used) / steps)
             accelerator.wait_for_everyone()
             sent[name] = (bytes_sent() - before) // steps
-    return {"seconds": least, "bytes": sent}
+    ratios = sorted(parts / ordinary for parts, ordinary in zip(seconds["parts"], seconds["ordinary"], strict=True))
+    return {
+        "seconds": {name: min(of_rounds) for name, of_rounds in seconds.items()},
+        "processor_seconds": processor,
+        "bytes": sent,
+        "ratios": [round(ratios[place], 3) for place in (0, len(ratios) // 2, -1)],
+    }
 
 
 def main() -> None:
@@ -81,7 +90,10 @@ def main() -> None:
     first, *_ = run_on_ranks(
         measured, asked.num_ranks, asked.num_ranks, asked.hidden, asked.rounds, asked.steps, timeout_seconds=600
     )
-    ratio = {name: round(first[name]["parts"] / first[name]["ordinary"], 3) for name in ("seconds", "bytes")}
+    ratio = {
+        name: round(first[name]["parts"] / first[name]["ordinary"], 3)
+        for name in ("seconds", "processor_seconds", "bytes")
+    }
     print(json.dumps({"ranks": asked.num_ranks, **first, "ratio": ratio}))
 
 

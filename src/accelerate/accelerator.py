@@ -1196,8 +1196,8 @@ class Accelerator(ReplaceableSteps):
         if self._micro_batches is None:
             if self.strategy.retry is None:
                 raise PreparationError(
-                    "backward_in_parts() needs several backward passes for an update, but "
-                    f"{self.strategy.one_backward}. Use FSDP or DDP."
+                    "backward_in_parts() needs several backward passes for a batch, but "
+                    f"{self.strategy.one_backward or 'batch_parts sets its parts'}. Use FSDP or DDP without it."
                 )
             self._micro_batches = MicroBatches(self.strategy.retry)
         models = self._wrapped_models

@@ -38,7 +38,7 @@ class LocalSGD:
             raise NotBuilt(
                 f"LocalSGD averages whole replicas, but this model is a {type(model).__name__} on "
                 f"{accelerator.num_processes} processes. Prepare it for plain data-parallel training "
-                "(`model = accelerator.prepare(model)`, no sharding), or pass enabled=False."
+                "(`model = accelerator.prepare(model)`, no sharding or batch_parts), or pass enabled=False."
             )
         self.accelerator = accelerator
         self.model = model

@@ -1,4 +1,4 @@
-"""Loops of other shapes, checkpoints on other numbers of ranks, and what is refused."""
+"""Loops of other shapes, and checkpoints on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.errors import PreparationError, SettingError
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from tests.batch_parts.training import Dense, data, digest, state_of
 from tests.ranks import RankFailed, run_on_ranks
 
@@ -133,56 +132,3 @@ def test_other_loops_compute_the_same_bits_too(loop: Any) -> None:
     (expected,) = run_on_ranks(loop, 1)
     for num_ranks in (2, 3):
         assert run_on_ranks(loop, num_ranks) == [expected] * num_ranks
-
-
-# -- what is refused ---------------------------------------------------------------------------------------
-
-
-def without_accumulate() -> None:
-    accelerator, model, _, loader = prepared()
-    for rows, targets in loader:
-        accelerator.backward(F.cross_entropy(model(rows), targets))
-
-
-def with_another_buffer() -> None:
-    class Counting(Dense):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            self.seen += len(inputs)
-            return super().forward(inputs)
-
-    accelerator, _, _, loader = prepared()
-    model: Any = accelerator.prepare(Counting())
-    for rows, targets in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(rows), targets))
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(torch.ones(8, 6))
-
-
-REFUSED = {
-    lambda: adversaries(True): r"after an optimizer has stepped in the same micro-batch",
-    without_accumulate: r"put each batch's forward, backward and step under",
-    with_another_buffer: r"changes buffers while it trains: seen",
-    lambda: Accelerator(cpu=True, batch_parts=3): r"2 processes can't share 3 parts equally",
-    lambda: prepared()[0].prepare(DataLoader(Endless(), batch_size=2)): r"an iterable dataset",
-    lambda: prepared()[0].prepare(nn.SyncBatchNorm(3)): r"SyncBatchNorm",
-    lambda: prepared()[0].backward_in_parts(lambda part: part, None): r"backward_in_parts",
-    lambda: prepared(kwargs_handlers=[DistributedDataParallelKwargs()]): r"DistributedDataParallelKwargs with batch_",
-    lambda: prepared(dataloader_config=DataLoaderConfiguration(even_batches=False)): r"even_batches=False",
-    lambda: prepared(dataloader_config=DataLoaderConfiguration(split_batches=True)): r"split_batches=True with",
-    lambda: prepared(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)): r"dispatch_batches=True with",
-}
-
-
-@pytest.mark.parametrize("act", REFUSED, ids=lambda act: REFUSED[act])
-def test_what_cannot_be_is_refused_by_name(act: Any) -> None:
-    with pytest.raises(RankFailed, match=REFUSED[act]) as caught:
-        run_on_ranks(act, 2)
-    assert any(kind.__name__ in str(caught.value) for kind in (PreparationError, SettingError))

@@ -167,11 +167,12 @@ def train(
     num_parts: int = NUM_PARTS,
     num_rows: int = 53,
     layout: str = "replicas",
+    **options: Any,
 ) -> list[Any]:
     """Train, evaluate, and return hashes of the state, and numbers that must not depend on the number of ranks."""
     accelerator = Accelerator(
         cpu=True, batch_parts=num_parts, mixed_precision=precision, gradient_accumulation_steps=num_steps,
-        **layout_options(layout),
+        **layout_options(layout), **options,
     )  # fmt: skip
     set_seed(3)
     net: Any = MODELS[model]()

@@ -52,21 +52,21 @@ class SampleSeed:
 @final
 @dataclass(frozen=True)
 class KeyedSamples:
-    """The indices of one batch; iterating reseeds the streams before each index."""
+    """The indices of one batch; iterating reseeds the streams before each index, or before the first one."""
 
     indices: Any
     seed: int
     epoch: int
     first: int  # the position of the first one in the epoch
-    stride: int = 1  # between the positions of the samples
+    stride: int = 1  # between the positions of the samples; 0 if the batch has one
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[object]:
         for number, index in enumerate(self.indices):
-            seed_host_streams(derived_seed(self.seed, self.epoch, self.first + number * self.stride))
-            yield index
+            position = self.first + number * self.stride if self.stride or not number else None
+            yield index if position is None else seeded(index, derived_seed(self.seed, self.epoch, position))
 
 
 @final
@@ -93,7 +93,8 @@ class SampleKeys:
 
     Args:
         index, count: this rank's shard of a sampler that shards itself: every ``count``-th sample.
-        first_sample: returns the number in the epoch of a batch's first sample; None if the sampler shards itself.
+        first_sample: returns the number in the epoch of a batch's first sample, and the stride to the next ones; None
+            if the sampler shards itself.
         in_process: this process reads the samples, and saves and restores its own streams around that.
     """
 
@@ -104,7 +105,7 @@ class SampleKeys:
         index: int,
         count: int,
         *,
-        first_sample: Callable[[int, BatchInfo], int] | None,
+        first_sample: Callable[[int, BatchInfo], tuple[int, int]] | None,
         is_batched: bool,
         in_process: bool,
     ) -> None:
@@ -119,7 +120,7 @@ class SampleKeys:
         self._samples = batch_info.samples
         first, stride = samples + self._index, self._count
         if self._first_sample is not None:
-            first, stride = self._first_sample(samples, batch_info), 1
+            first, stride = self._first_sample(samples, batch_info)
         if self._in_process:  # after the sampler's draws, before the dataset's
             self._saved_streams = capture_host_streams()
         if self._is_batched:

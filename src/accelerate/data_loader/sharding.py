@@ -120,9 +120,13 @@ class BatchSamplerShard(OverBatchSampler):
         """The number of the epoch's first batches that may pad the last global batch."""
         return self.batches_per_step
 
-    def first_sample(self, samples: int, batch_info: BatchInfo) -> int:
-        """Return the number in the epoch of the first sample of this process's batch, ``samples`` before its step."""
-        return samples + sum(batch_info.coverage.size[: self.process_index] if batch_info.coverage is not None else ())
+    def first_sample(self, samples: int, batch_info: BatchInfo) -> tuple[int, int]:
+        """Return the number in the epoch of the first sample of this process's batch, and the stride to the next ones.
+
+        Args:
+            samples: how many samples come before the step.
+        """
+        return samples + sum(batch_info.coverage.size[: self.process_index] if batch_info.coverage else ()), 1
 
     def __len__(self) -> int:
         length = len(self.batch_sampler)

@@ -28,6 +28,8 @@ _BYTES = 32
 def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -> str:
     """Return the SHA-256, in hexadecimal, of what training has changed; a collective if parameters are sharded.
 
+    State that optimizers of whole matrices hold on one rank is sharded before, as in a checkpoint.
+
     It covers parameters, buffers, optimizers, schedulers, the gradient scaler, the random streams and the positions of
     loaders.
 
@@ -44,6 +46,10 @@ def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -
             f"fingerprint() under {run.distributed_type.value}: no rank holds whole rows of the parameters. Compare "
             "checkpoints, or use replicas or FSDP 2."
         )
+    from ...parallel.matrix_optimizer import shard_state
+
+    for optimizer in run._optimizers:
+        shard_state(optimizer.optimizer)
     whole = hashlib.sha256()
     for name, value in _values(run):
         whole.update(f"{name} ".encode() + (_hash(name, value) if isinstance(value, torch.Tensor) else _plain(value)))

@@ -38,7 +38,7 @@ class PartsShard(BatchSamplerShard):
         super().__init__(batch_sampler, division.num_ranks, division.rank)
         self.division = division
         self._is_training = is_training
-        self._trains = True
+        self.trains: bool = True  # whether the pass that runs trains a model
 
     @property
     def num_first_batches(self) -> int:
@@ -52,7 +52,7 @@ class PartsShard(BatchSamplerShard):
     def part_of(self, step: int, rank: int | None = None) -> int:
         """Return the number of the part that ``rank`` (default: this one) computes in ``step``, counted from 0."""
         place, rank = step % self.division.per_rank, self.division.rank if rank is None else rank
-        if self._trains:
+        if self.trains:
             return rank * self.division.per_rank + place
         return place * self.division.num_ranks + rank
 
@@ -60,13 +60,13 @@ class PartsShard(BatchSamplerShard):
         """Return the number in the epoch of the part that this rank computes in ``step``."""
         return step // self.division.per_rank * self.division.count + self.part_of(step)
 
-    def first_sample(self, samples: int, batch_info: BatchInfo) -> int:
-        """Return a number for the first sample of this rank's batch that is the same for any number of ranks."""
-        return self.number_of(batch_info.steps - 1) << 32
+    def first_sample(self, samples: int, batch_info: BatchInfo) -> tuple[int, int]:
+        """Return the number in the epoch of this rank's part, whose samples are read with one seed."""
+        return self.number_of(batch_info.steps - 1), 0
 
     def assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
         """Yield the infos of this process's batches from the remaining batches of a batch sampler."""
-        self._trains = self._is_training()
+        self.trains = self._is_training()
         return mark_last(self._assign_updates(remaining))
 
     def _assign_updates(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:

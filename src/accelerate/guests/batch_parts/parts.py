@@ -41,6 +41,7 @@ class Parts(LoopHook):
         self._statistics: list[RunningStatistics] = []
         self._other_buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._step_calls = 0  # of optimizers when the part began
+        self._is_stepping = False  # an optimizer is
         self._is_due = False  # statistics of a complete update have not been applied
 
     def attach(self, run: Accelerator) -> None:
@@ -142,6 +143,23 @@ class Parts(LoopHook):
                 "part would be computed with other weights than the parts before, and how many those are depends on "
                 "the number of ranks. Compute all losses first, then step all optimizers."
             )
+        if self._is_stepping:
+            raise PreparationError(
+                f"backward() in the closure of an optimizer's step, with batch_parts={count}: the closure has only the "
+                "last part of an update. Use an optimizer that needs no closure (not LBFGS), or leave batch_parts out."
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if ``optimizer`` doesn't wait for the sums of all parts.
+
+        Raises:
+            PreparationError: it updates parameters during the backward pass.
+        """
+        if any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(optimizer).__mro__):
+            raise PreparationError(
+                f"{type(optimizer).__name__} with batch_parts={self.division.count}: it updates parameters during each "
+                "backward pass, and so with the gradients of one part. Use another optimizer, or leave batch_parts out."
+            )
 
     def num_rounds(self, num_parts: int) -> int:
         """Return how many times ``division.count`` parts an update with ``num_parts`` of this rank has.
@@ -192,10 +210,10 @@ class Parts(LoopHook):
         step = batch_info.steps - 1
         if step % self.division.per_rank == 0:
             self._apply_statistics()
+            for statistics in self._statistics if root.trains else ():
+                statistics.round += 1
         self._streams.begin_part(loader, root.number_of(step))
-        self._step_calls = self.run.gradient_state.num_step_calls
-        for statistics in self._statistics:
-            statistics.part = root.part_of(step)
+        self._step_calls, self._is_stepping = self.run.gradient_state.num_step_calls, False
 
     def end_pass(self, loader: object) -> None:
         """Let the random streams continue where they were before the loop."""
@@ -205,8 +223,13 @@ class Parts(LoopHook):
             self._apply_statistics()
         self._streams.end_pass(loader)
 
+    def before_step(self, optimizer: object) -> None:
+        """Note that backward passes come from a closure."""
+        self._is_stepping = True
+
     def after_step(self, optimizer: object) -> None:
         """Drop what the update has used, and apply its statistics."""
+        self._is_stepping = False
         self.drop()
         if len(self.run._optimizers) <= 1:  # else another loss may still use the same layers
             self._apply_statistics()
@@ -226,8 +249,13 @@ class Parts(LoopHook):
         The checkpoint gets the random streams from outside of loops: those of a part follow from its number.
 
         Raises:
-            PreparationError: the update isn't complete.
+            PreparationError: the update isn't complete, or running statistics wait for the other ranks.
         """
+        if alone and self._is_due:
+            raise PreparationError(
+                "save_state() on one process, with batch_parts and several optimizers: the running statistics of this "
+                "update aren't there until all processes call it. Call it on all of them."
+            )
         if self.is_open():
             raise PreparationError(
                 f"save_state() inside an update of {self.division.count} parts: each rank holds sums of its own, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -16,7 +17,7 @@ from ...parallel.replicas import make_replicas_equal
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from ...training.oom_retry import Retryable
-from .exchange import sum_over_ranks
+from .exchange import Exchange
 from .fixed_order import total_norm
 from .parts import Parts
 from .tree import Node, PartialSums
@@ -51,6 +52,7 @@ class PartReplicas(Strategy):
         # One process without a group has nothing to shard over.
         asked = [name for name in _REFUSED if options.plugins.has(name) and (name != "fsdp" or world.size > 1)]
         asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
+        asked += ["--keep_replicas"] if world.members is not None else []
         if asked:
             raise PreparationError(
                 f"{', '.join(asked)} with batch_parts isn't built: only plain replicas and FSDP 2 sum gradients in the "
@@ -63,6 +65,7 @@ class PartReplicas(Strategy):
         self._windows: dict[object, _Window] = {}
         #: By the key of a window and the number of prepared models: the parameters of the window's models.
         self._parameters: dict[tuple[object, int], list[torch.nn.Parameter]] = {}
+        self._exchanges: dict[object, Exchange] = {}  # by the key of a window
 
     @property
     def label(self) -> DistributedType:
@@ -89,6 +92,10 @@ class PartReplicas(Strategy):
         self.parts.take_model(model)
         return model
 
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that ``optimizer`` waits for the gradients of all parts."""
+        self.parts.check_optimizer(optimizer)
+
     def configure_loader(self, loader: PreparedLoader) -> None:
         """Let ``loader`` read this rank's parts."""
         self.parts.divide_loader(loader)
@@ -99,6 +106,9 @@ class PartReplicas(Strategy):
         self.parts.release()
         self._windows.clear()
         self._parameters.clear()
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -112,9 +122,18 @@ class PartReplicas(Strategy):
         """
         self.parts.check_backward()
         window, parameters = self._open_window()
-        super().backward(loss, scaler, 1 if num_steps is None else num_steps * self.world.size, **kwargs)
-        if self.parts.is_update_complete:
-            self._complete(window, parameters)
+        num_parts = 1 if num_steps is None else num_steps * self.world.size
+        if not self.parts.is_update_complete:
+            super().backward(loss, scaler, num_parts, **kwargs)
+            return
+        exchange, num_rounds = self._exchange_of(parameters), self.parts.num_rounds(window.num_parts + 1)
+        # The sums of the earlier parts are kept: another backward pass of this micro-batch may follow.
+        with exchange.during_backward(loss, window.sums.nodes, self._part_of(window), num_rounds):
+            super().backward(loss, scaler, num_parts, **kwargs)
+        window.own = [parameter.grad for parameter in parameters]
+        for parameter, total in zip(parameters, exchange.finish(), strict=True):
+            parameter.grad = total
+        self.parts.complete_update()
 
     def _open_window(self) -> tuple[_Window, list[torch.nn.Parameter]]:
         """Return the current window and its parameters, whose gradients are those of this part so far."""
@@ -147,28 +166,23 @@ class PartReplicas(Strategy):
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        window.sums.add(Node(self.parts.division.part(self.world.rank, window.num_parts), 1, gradients))
+        window.sums.add(Node(self._part_of(window), 1, gradients))
         window.num_parts += 1
 
-    def _complete(self, window: _Window, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Set the parameters' gradients to the sums over all parts of the update; a collective.
+    def _part_of(self, window: _Window) -> int:
+        """Return the number in the update of the part whose gradients the parameters have or get."""
+        return self.parts.division.part(self.world.rank, window.num_parts)
 
-        The sums of the earlier parts are kept: another backward pass of this micro-batch may follow.
-        """
-        division, num_rounds = self.parts.division, self.parts.num_rounds(window.num_parts + 1)
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-            raise PreparationError("A gradient is sparse, which batch_parts can't sum. Give Embedding(sparse=False).")
-        window.own = [parameter.grad for parameter in parameters]
-        sums = PartialSums(window.sums.nodes)
-        sums.add(Node(division.part(self.world.rank, window.num_parts), 1, window.own), in_place=False)
-        if self.world.size == 1:
-            totals = sums.total(in_place=False)
-        else:
-            totals = sum_over_ranks(parameters, sums.nodes, division, num_rounds, self.world.group)
-        for parameter, total in zip(parameters, totals, strict=True):
-            # A part without a gradient is a zero on other ranks, so zeros have to have one sign.
-            parameter.grad = None if total is None else total + 0.0
-        self.parts.complete_update()
+    def _exchange_of(self, parameters: Sequence[torch.nn.Parameter]) -> Exchange:
+        """Return the exchange of the current window, a new one if other parameters are trained than before."""
+        key = self.parts.run._windows.current.key
+        known = self._exchanges.get(key)
+        if known is not None:
+            if len(known.parameters) == len(parameters) and all(map(is_, known.parameters, parameters)):
+                return known
+            known.close()
+        exchange = self._exchanges[key] = Exchange(parameters, self.parts.division, self.world.group)
+        return exchange
 
     def _drop(self) -> None:
         """Drop the sums of updates that an optimizer has used."""

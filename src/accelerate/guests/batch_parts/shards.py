@@ -16,6 +16,7 @@ from ...errors import PreparationError
 from ...parallel.base import Clipping, StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...parallel.gradient_norm import local_tensor, scale_to
+from ...parallel.matrix_optimizer import DECLARATION
 from ...precision import Precision
 from ...training.oom_retry import Retryable
 from .fixed_order import Rows, first_row, total_norm
@@ -76,6 +77,13 @@ class PartShards(FullyShardStrategy):
                 self._reductions.append(reduction)
         self.parts.take_model(placed)
         return placed
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer`` update whole tensors where its update mixes their elements."""
+        self.parts.check_optimizer(optimizer)
+        if isinstance(optimizer, torch.optim.Adafactor) and getattr(optimizer, DECLARATION, None) is None:
+            setattr(optimizer, DECLARATION, True)
+        super().register_step_hooks(optimizer)
 
     def configure_loader(self, loader: PreparedLoader) -> None:
         """Let ``loader`` read this rank's parts."""

@@ -1,8 +1,9 @@
-"""Running statistics of normalisation layers, which follow the parts of an update in their order."""
+"""Running statistics of normalisation layers, which follow the parts of an update in the order of the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -23,7 +24,7 @@ class RunningStatistics:
     """The statistics of the batches that the layers of ``model`` have seen in the open update.
 
     A layer that computes a training pass gets empty buffers and a momentum of 1, so that afterwards they hold the
-    statistics of this batch alone. At the end of the update they are applied in the order of the parts.
+    statistics of this batch alone. At the end of the update they are applied in the order of one process.
 
     Raises:
         PreparationError: the model has a SyncBatchNorm, which normalises over ranks.
@@ -32,10 +33,10 @@ class RunningStatistics:
     def __init__(self, model: torch.nn.Module, division: Division, group: dist.ProcessGroup | None) -> None:
         self._division, self._group = division, group
         self._layers: list[Any] = []
-        #: By the id of a layer: (part, mean, variance) of each batch.
+        #: By the id of a layer: (round, mean, variance) of each batch.
         self._seen: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         self._held: dict[int, tuple[dict[str, torch.Tensor], float | None]] = {}
-        self.part = -1  # that is computed now
+        self.round = 0  # of all parts once, since the statistics were applied
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.SyncBatchNorm):
                 raise PreparationError(
@@ -71,29 +72,34 @@ class RunningStatistics:
         mean, variance = layer.running_mean, layer.running_var
         layer._buffers.update(own)
         if output is not None:  # else the pass has raised
-            self._seen[id(layer)].append((self.part, mean, variance))
+            self._seen[id(layer)].append((self.round, mean, variance))
 
     def apply(self) -> None:
         """Update the running statistics with what was seen in all parts, in their order; a collective."""
         layers = [(layer, self._seen[id(layer)]) for layer in self._layers]
-        self._seen = {id(layer): [] for layer in self._layers}
-        counts = self._counts(seen for _, seen in layers)
+        counts = self._counts([seen for _, seen in layers])
+        self._seen, self.round = {id(layer): [] for layer in self._layers}, 0
         with torch.no_grad():
-            for number, (layer, seen) in enumerate(layers):
-                if not counts[:, number].any():
+            for (layer, seen), of_layer in zip(layers, counts, strict=True):
+                num_rows = int(of_layer.sum(0).max())
+                if not num_rows:
                     continue
-                own = layer.running_mean.new_zeros(int(counts[:, number].max()), 3, layer.num_features)
-                for row, (part, mean, variance) in zip(own, seen, strict=False):
-                    row[0], row[1], row[2] = part, mean, variance
-                rows = self._gathered(own)
-                shown = [row for rank, held in enumerate(rows) for row in held[: int(counts[rank, number])]]
-                for row in sorted(shown, key=lambda row: int(row[0, 0])):
-                    _follow(layer, row[1], row[2])
+                own = layer.running_mean.new_zeros(num_rows, 2, layer.num_features)
+                for row, (_, mean, variance) in zip(own, seen, strict=False):
+                    row[0], row[1] = mean, variance
+                of_ranks = list(map(iter, self._gathered(own)))
+                for of_round in of_layer.tolist():  # in each, a rank has computed consecutive parts
+                    for rows, count in zip(of_ranks, of_round, strict=True):
+                        for mean, variance in islice(rows, count):
+                            _follow(layer, mean, variance)
 
-    def _counts(self, seen: Iterable[Sequence[object]]) -> torch.Tensor:
-        """Return how many batches each layer has seen on each rank; [ranks, layers]."""
-        own = torch.tensor([len(one) for one in seen], device=self._layers[0].running_mean.device)
-        return torch.stack([*self._gathered(own)]).cpu()
+    def _counts(self, seen: Sequence[Sequence[tuple[int, Any, Any]]]) -> torch.Tensor:
+        """Return how many batches each layer has seen in each round on each rank; [layers, rounds, ranks]."""
+        own = torch.zeros(len(seen), self.round + 1, dtype=torch.int64)
+        for counts, of_layer in zip(own, seen, strict=True):
+            for round_, *_ in of_layer:
+                counts[round_] += 1
+        return torch.stack(self._gathered(own.to(self._layers[0].running_mean.device)), dim=-1).cpu()
 
     def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
         if self._division.num_ranks == 1:
