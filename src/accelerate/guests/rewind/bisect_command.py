@@ -1,4 +1,4 @@
-"""``accelerate bisect``: find the first update of a run at which a condition holds, and with which part it began."""
+"""``accelerate bisect``: find the first update of a run at which a condition holds, and the cause inside of it."""
 
 from __future__ import annotations
 
