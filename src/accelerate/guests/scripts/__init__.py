@@ -32,5 +32,6 @@ GUEST: Final = Guest(
             "verify_command_parser",
             "Train some updates in several layouts, and say what differs from one process.",
         ),
-    )
+    ),
+    functions={"keep_files": f"{__name__}.verify.kept_files:keep_files"},
 )
