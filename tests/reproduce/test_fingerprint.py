@@ -90,5 +90,6 @@ def test_the_tensors_of_a_batch_and_a_model_are_found() -> None:
     assert [(name, len(tensor)) for name, tensor in tensors_in(batch)] == [(".x", 1), (".more.0", 2), (".more.1.1", 3)]
     model = torch.nn.BatchNorm1d(2)
     before = fingerprint(weights_of([model]))
+    assert model.running_mean is not None
     model.running_mean += 1  # a buffer
     assert fingerprint(weights_of([model])) != before

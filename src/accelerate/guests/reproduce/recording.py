@@ -89,7 +89,7 @@ class Recorder(LoopHook):
         self.updates = self._last = 0
         self._next: float = next_mark(0)
         self._resumed: dict[str, object] | None = None
-        self._unwritten: dict[str, object] | None = None  # the checkpoint that is being written
+        self._unwritten: dict[str, Any] | None = None  # the checkpoint that is being written
         self._process_id = os.getpid()
         atexit.register(_end, ref(self))
 
