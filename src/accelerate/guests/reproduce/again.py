@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -113,6 +114,7 @@ def run_again(
             working_folder=launch["command"]["folder"],
         )
     entries = read_chain(found.mirrored(Path(launch["project"]) / LOCK)).entries
+    shutil.rmtree(found.folder.parent, ignore_errors=True)  # its links to other files are removed, not followed
     runs = runs_of(one | {"resumed": None} for one in entries if one["launch"] not in known and one["kind"] != "load")
     own = [run for run in runs if run.launches[0]["number"] == launch["number"]]
     return (own[-1] if own else None), found.output
