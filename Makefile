@@ -112,8 +112,8 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 		"tests/examples/test_by_feature.py::test_an_example_learns[deepspeed_with_config_support]" \
 		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
 
-corpus: setup    ## `accelerate verify` on small scripts: a planted fault in each is found, right ones raise no alarm (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/verify
+corpus: setup    ## `verify`, `bisect` and `reproduce` on small scripts with a planted fault or cause in each, and on right ones (an hour)
+	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/verify tests/rewind tests/reproduce
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \

@@ -1,0 +1,237 @@
+"""The hooks that write a run's record: its launch, a fingerprint every few updates, and its checkpoints.
+
+Between fingerprints, an update costs one addition and one comparison.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast, final
+from uuid import uuid4
+from weakref import ref
+
+from ...checkpointing.manifest import OPTIMIZER_UPDATES
+from ...checkpointing.storage import storage_of
+from ...data_loader.sampling import order_fingerprint
+from ...names import MANIFEST_NAME
+from ...seams import LoopHook
+from . import surroundings
+from .chain import COPIES, LOCK, ChainFile, read_chain
+from .fingerprint import fingerprint, tensors_in, weights_of
+from .sources import code, command, hash_of, inputs
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
+
+_log = logging.getLogger(__name__)
+#: Fingerprints are recorded at each power of two, and every so many updates.
+EVERY: Final = 100
+#: Numbers the recorded Accelerators of this process, to find the same one in another run of the script.
+_numbers = count()
+
+
+def next_mark(updates: int) -> int:
+    """Return the next update after ``updates`` whose fingerprint is recorded."""
+    return min(1 << updates.bit_length(), (updates // EVERY + 1) * EVERY)
+
+
+@final
+class Beginning(LoopHook):
+    """The hook before the first update of a run: it begins the record, and is called no more."""
+
+    def __init__(self, run: Accelerator) -> None:
+        self._run = ref(run)
+        self._loaded: str | None = None
+        self._details: Mapping[str, object] = {}
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Keep the checkpoint from which the run goes on."""
+        self._loaded, self._details = folder, details
+
+    def before_step(self, optimizer: object) -> None:
+        """Record the launch, with the weights before the first update."""
+        run = self._run()
+        if run is None:
+            return
+        hooks = run.gradient_state.hooks
+        hooks.remove(self)
+        weights = fingerprint(weights_of(run._models))
+        if weights:  # else a simulated run, or weights that aren't in this process
+            recorder = Recorder(run, optimizer)
+            hooks.add(recorder)
+            if self._loaded is not None:
+                recorder.continue_from(self._loaded, self._details)
+            recorder.record_launch(run, weights)
+
+
+@final
+class Recorder(LoopHook):
+    """The record of one Accelerator's training loop, written by the main process.
+
+    Attributes:
+        updates: the number of updates of this run, with those before it was resumed.
+    """
+
+    def __init__(self, run: Accelerator, optimizer: object) -> None:
+        self._run = ref(run)
+        self._counted: object = optimizer  # the optimizer that steps first; its steps are the updates
+        self._folder = Path(str(run.project_configuration.project_dir)).absolute()
+        self._file: ChainFile | None = ChainFile(self._folder / LOCK)
+        self._launch = uuid4().hex[:12]
+        self.updates = self._last = 0
+        self._next: float = next_mark(0)
+        self._resumed: dict[str, object] | None = None
+        self._unwritten: dict[str, Any] | None = None  # the checkpoint that is being written
+        self._process_id = os.getpid()
+        atexit.register(_end, ref(self))
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def after_step(self, optimizer: object) -> None:
+        """Count an update."""
+        if optimizer is self._counted:
+            self.updates += 1
+            if self.updates >= self._next:
+                self.record_point("update")
+        elif self._counted is None:
+            self._counted = optimizer
+            self.after_step(optimizer)
+
+    def free_memory(self) -> None:
+        """Count the steps of the next optimizer."""
+        self._counted = None
+
+    def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
+        """Record the checkpoint, as soon as it is written."""
+        run = self._run()
+        self._settle()
+        if run is not None:
+            self._unwritten = {"folder": self._shown(folder), "weights": fingerprint(weights_of(run._models))}
+            self._unwritten |= {"updates": self.updates}
+            self._settle()
+
+    def after_load(self, folder: str, details: Mapping[str, object]) -> None:
+        """Count from the checkpoint's updates on."""
+        self.continue_from(folder, details)
+        self._append("load", **cast("dict[str, Any]", self._resumed))
+
+    def end_run(self) -> None:
+        """Record the last weights."""
+        self._settle()
+        self.record_point("end")
+
+    # -- entries -------------------------------------------------------------------------------------------
+
+    def record_launch(self, run: Accelerator, weights: str) -> None:
+        """Record how the run was started, and the ``weights`` before its first update."""
+        if self._file is None:
+            return
+        try:
+            found = code(self._folder / COPIES)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._append(
+            "launch",
+            number=next(_numbers),
+            command=command(),
+            project=str(self._folder),
+            ranks=run.num_processes,
+            strategy=run.distributed_type.value,
+            precision=run.mixed_precision,
+            accumulation=run.gradient_accumulation_steps,
+            resumed=self._resumed,
+            code=found,
+            inputs=inputs(sys.argv[1:]),
+            packages=surroundings.packages(),
+            variables=surroundings.variables(),
+            machine=surroundings.machine(run),
+            switches=surroundings.switches(),
+            seeds=surroundings.seeds(),
+            data=surroundings.data(run),
+            updates=self.updates,
+            weights=weights,
+        )
+
+    def continue_from(self, folder: str, details: Mapping[str, object]) -> None:
+        """Count from the updates of a checkpoint on."""
+        counts = details.get(OPTIMIZER_UPDATES)
+        self.updates = max(cast("list[int]", counts)) if isinstance(counts, list) and counts else 0
+        identity = _manifest_hash(folder)
+        for entry in read_chain(self._folder / LOCK).entries:  # it also counts steps that a gradient scaler skipped
+            if entry["kind"] == "checkpoint" and entry["manifest"] == identity:
+                self.updates = entry["updates"]
+        self._last, self._next = self.updates, next_mark(self.updates)
+        self._resumed = {"folder": self._shown(folder), "manifest": identity, "updates": self.updates}
+
+    def record_point(self, kind: str) -> None:
+        """Record the weights after this update, unless they were."""
+        run = self._run()
+        if run is not None and self._file is not None and self.updates != self._last:
+            self._last, self._next = self.updates, next_mark(self.updates)
+            self._settle()
+            weights = fingerprint(weights_of(run._models))
+            self._append(kind, is_durable=kind == "end", updates=self.updates, weights=weights, **_position(run))
+
+    def _settle(self) -> None:
+        """Record the checkpoint that was being written, if it is complete."""
+        saved, run = self._unwritten, self._run()
+        if saved is None or run is None or run._background.is_running:
+            return
+        self._unwritten = None
+        identity = _manifest_hash(str(self._folder / str(saved["folder"])))
+        if identity:
+            self._append("checkpoint", manifest=identity, **saved)
+
+    def _append(self, kind: str, *, is_durable: bool = True, **facts: object) -> None:
+        if self._file is None or self._process_id != os.getpid():
+            return
+        entry = {"kind": kind, "launch": self._launch, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        try:
+            self._file.append({**entry, **facts}, is_durable=is_durable)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("%s can't be written (%s). Training continues without a record.", self._folder / LOCK, error)
+        self._file, self._next = None, math.inf
+
+    def _shown(self, folder: str) -> str:
+        """Return a folder as it is recorded: relative to the run's folder if it is inside."""
+        path = Path(folder).absolute()
+        inside = "://" not in folder and path.is_relative_to(self._folder)
+        return str(path.relative_to(self._folder)) if inside else folder
+
+
+def _position(run: Accelerator) -> dict[str, Any]:
+    """Return the position in the data, with fingerprints of the last batch and of its sample ids."""
+    loader: Any = run.gradient_state.loaders.active
+    info = getattr(getattr(loader, "progress", None), "batch_info", None)
+    if info is None:
+        return {}
+    order = order_fingerprint(info.last_batch)
+    batch = fingerprint(tensors_in(loader.current_batch))
+    return {"epoch": loader.progress.epoch, "batches": info.batches, "order": order, "batch": batch}
+
+
+def _manifest_hash(folder: str) -> str:
+    """Return the hash of a checkpoint's manifest, which has a checksum of each file; "" if there is none."""
+    try:
+        return hash_of(storage_of(folder).read(MANIFEST_NAME))
+    except OSError:
+        return ""
+
+
+def _end(reference: ref[Recorder]) -> None:
+    """Record the last weights at the interpreter's exit, if the script hasn't, and it didn't fail."""
+    recorder = reference()
+    if recorder is not None and getattr(sys, "last_value", None) is None:
+        recorder.end_run()
