@@ -56,6 +56,7 @@ def trains(folder: str, model: str, layout: str, killed_at: int) -> list[str]:
     return [state_of(accelerator, net, optimizer), accelerator.fingerprint()]
 
 
+@pytest.mark.timeout(3600 if IS_SLOW else 120)
 @pytest.mark.parametrize("model", MODELS if IS_SLOW else ["Dense"])
 @pytest.mark.parametrize("layout", ["replicas", "fsdp2"])
 def test_kills_and_other_numbers_of_ranks_change_no_bit(tmp_path: Path, model: str, layout: str) -> None:
