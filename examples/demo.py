@@ -29,7 +29,7 @@ def run(num_processes: int, num_epochs: int, report: Path, *, is_watched: bool =
     script = [
         "--batch_size", str(GLOBAL_BATCH_SIZE // NUM_PARTS),
         "--num_epochs", str(num_epochs), "--width", str(WIDTH), "--learning_rate", "1e-3",
-        "--report", str(report),
+        "--report", str(report), "--project_dir", str(report.with_suffix("")),
         *(["--watch", str(report.with_suffix(""))] if is_watched else []),
     ]  # fmt: skip
     print(f"\n$ accelerate launch {' '.join(options)} examples/digits.py {' '.join(script)}", flush=True)
@@ -106,6 +106,7 @@ def main() -> int:
         f"Handwritten digits, a CNN, global batch {GLOBAL_BATCH_SIZE}\n{speed(one, two)}",
     )
     print(f"curves: {plot}")
+    print(f"compute a run again, and compare the bits: accelerate reproduce {arguments.output_dir / '2_processes'}")
     return 0 if equal else 1
 
 

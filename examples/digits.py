@@ -42,7 +42,9 @@ def small_cnn(width: int = 16, num_classes: int = 10) -> nn.Module:
 
 def train(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The history of a run: one entry an epoch, equal on all processes."""
-    accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)
+    accelerator = Accelerator(
+        cpu=arguments.cpu, mixed_precision=arguments.mixed_precision, project_dir=arguments.project_dir
+    )
     set_seed(arguments.seed)
     train_set, held_out_set = digits()
     # Without the short last batch every step sees a full global batch, whatever the number of processes.
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    parser.add_argument("--project_dir", help="keep a record of the run in this folder, for `accelerate reproduce`")
     parser.add_argument("--report", help="write the history to this JSON file")
     parser.add_argument("--plot", help="write the curves to this PNG file")
     add_watch(parser)

@@ -68,3 +68,32 @@ def test_a_fix_leaves_fewer_findings_and_is_done_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_script_is_left_as_it_is(name: str) -> None:
     assert fixed(RIGHT[name].text, name) == RIGHT[name].text
+
+
+@pytest.mark.parametrize(
+    ("size", "is_told"),
+    [
+        ("8", True),
+        ("arguments.batch_size", True),
+        ("64 // accelerator.num_processes", False),
+        ("share", False),
+        ("64 // torch.distributed.get_world_size()", False),
+    ],
+)
+def test_a_batch_size_by_the_number_of_processes_is_right(size: str, is_told: bool) -> None:
+    script = f"""
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+share = 64 // accelerator.num_processes
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(256, 4), batch_size={size}, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for rows in loader:
+    accelerator.backward(model(rows).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert (BATCH_SIZE in {each.code for each in examine(script, "train.py")}) is is_told

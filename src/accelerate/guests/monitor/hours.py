@@ -40,9 +40,9 @@ KINDS: Final = {
     SAVE: "saving",
     START_UP: "start-up",
     COMPILE: "compiling",
-    LOST: "steps done again",
+    LOST: "repeated steps",
     HANG: "hanging",
-    IDLE: "until the next start",
+    IDLE: "downtime",
     SHUTDOWN: "shutdown",
 }
 #: The kinds of time that are lost when steps are repeated.

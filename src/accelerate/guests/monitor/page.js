@@ -199,7 +199,7 @@ function top_() {
   else if (data.state === "silent") { b.hidden = false; b.className = "banner warn"; b.textContent = "No rank has written anything for more than a minute, and none has said that it ended: a long evaluation, a hang, or a kill."; }
   else b.hidden = true;
 }
-const HOURS = [["step", "steps", "blue"], ["data_wait", "waiting for data", "orange"], ["evaluation", "evaluation", "teal"], ["save", "saving", "purple"], ["start_up", "start-up", "amber"], ["compile", "compiling", "olive"], ["lost", "steps done again", "red"], ["hang", "hanging", "pink"], ["idle", "until the next start", "faint"], ["shutdown", "shutdown", "soft"]];
+const HOURS = [["step", "steps", "blue"], ["data_wait", "waiting for data", "orange"], ["evaluation", "evaluation", "teal"], ["save", "saving", "purple"], ["start_up", "start-up", "amber"], ["compile", "compiling", "olive"], ["lost", "repeated steps", "red"], ["hang", "hanging", "pink"], ["idle", "downtime", "faint"], ["shutdown", "shutdown", "soft"]];
 function hours() {  // where the time of all starts went
   const box = $("ledger"), h = data.hours;
   box.hidden = !h || !(h.wall_seconds > 0);

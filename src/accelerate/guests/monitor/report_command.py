@@ -68,7 +68,7 @@ def table(found: Hours) -> str:
         if spent > 0:
             more = f"   {found['lost_updates']:,} updates" if kind == LOST else ""
             lines.append(f"{words:<22}{_row(spent, wall)}{more}")
-    lines.append(f"{'sum':<22}{_row(sum(found['seconds'].values()), wall)}")
+    lines.append(f"{'total':<22}{_row(sum(found['seconds'].values()), wall)}")
     lines += ["", f"goodput {found['goodput']:.1%}: the time of steps that counted, of all"]
     return "\n".join(lines)
 

@@ -176,5 +176,16 @@ def batch_of_each(subject: Subject, _: Processes) -> Iterator[Place]:
     shares = any(each.arg == "split_batches" for each in subject.script.nodes(ast.keyword))
     for call in subject.calls if not shares else ():
         size = argument(call, "batch_size", 1)
-        if subject.last_name(call) == "DataLoader" and size is not None and _is_trained(subject, call):
+        is_loader = subject.last_name(call) == "DataLoader" and _is_trained(subject, call)
+        if is_loader and size is not None and not _is_share(subject, size):
             yield at(call, size=ast.unparse(size))
+
+
+def _is_share(subject: Subject, size: ast.expr) -> bool:
+    """Return whether ``size``, or a value of a name in it, is computed from the number of processes."""
+    read = list(ast.walk(size))
+    named = [node for node in read if isinstance(node, (ast.Name, ast.Attribute))]
+    defined = [definition.value for node in named for definition in subject.definitions(node)]
+    read += [node for value in defined if value is not None for node in ast.walk(value)]
+    names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in read}
+    return bool(names & {"num_processes", "world_size", "get_world_size"})
