@@ -24,6 +24,7 @@ around a constructor keeps working::
     │   └── Unaccelerated                            a script doesn't use the Accelerator
     ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
     │   └── LayoutRefused                            a script's model can't be prepared in a layout
+    ├── RerunError            (RuntimeError)         a recorded run can't be started again
     ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
     │   ├── ProcessFailed     (CalledProcessError)   the only process of a launch failed
     │   └── ProgramFailed                            the program failed under another engine

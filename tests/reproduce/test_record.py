@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.guests.reproduce.chain import COPIES, LOCK, read_chain
 from accelerate.guests.reproduce.recording import Recorder, next_mark
 from accelerate.guests.reproduce.runs import runs_of
-from accelerate.guests.reproduce.sources import code, command, inputs
+from accelerate.guests.reproduce.sources import code, command, inputs, keep
 from accelerate.seams import LoopHook
 from accelerate.utils import ProjectConfiguration
 from tests.reproduce.scripts import NET, SECRETS, TRAIN, write_scripts
@@ -116,7 +116,9 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def copies_of(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The code as it is recorded, and the copies by the names of the files in ``folder``."""
-    found = code(folder / "copies")
+    found, contents = code()
+    for name, data in contents.items():
+        keep(folder / "copies", name, data)
     own = {name: kept for name, kept in found["copies"].items() if Path(name).parent in (folder, Path())}
     return found, {Path(name).name: (folder / "copies" / kept).read_text() for name, kept in own.items()}
 

@@ -25,6 +25,7 @@ OUTSIDE_OF_THE_TREE: Final = {
     "SubprocessCallException": "documented name and base of the test helpers",
     "_PassAborted": "never leaves training/oom_retry.py: aborts a pass on all ranks",
     "_Reached": "never leaves guests/estimate/: ends a script where its model is known, so nothing may catch it",
+    "Reached": "no error: it ends a replay at its last update, so nothing may catch it",
     "_Ended": "no error: it ends a script that is run as one rank of a world that isn't there",
 }
 
@@ -51,6 +52,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "nested.py recursively_apply.walk TypeError",
         "precision/base.py ConvertOutputsToFp32.__getstate__ TypeError",
         "precision/sharded_scaler.py ShardedScaler.__reduce__ TypeError",
+        "settings/option.py OptionGroup.__init__ TypeError",
         "settings/run.py _objects TypeError",
     ),
     "the documented exception of the interface, which callers match on": (
@@ -115,6 +117,12 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "devices/table.py kind_of ValueError",
         "distributed/mesh.py DataParallelRank.__post_init__ ValueError",
         "guests/deepspeed/strategy.py DeepSpeed.check AssertionError",
+    ),
+    "the end of an iterator, by its protocol": (
+        "guests/scripts/verify/evaluation_recorder.py EvaluationRecorder._reading.read StopIteration",
+    ),
+    "a request that the monitor's server refuses, as its page never sends it": (
+        "guests/monitor/notes.py write_note ValueError",
     ),
     "the operating system's own exception: no port of the host is free": ("ports.py get_free_port OSError",),
     "the operating system's own exception for the same thing: the target of a save is a file, or holds another's": (
@@ -248,6 +256,9 @@ OTHERWISE: Final[dict[str, str]] = {
     "commands/parser.py _processes_per_machine argparse.ArgumentTypeError": "argparse prints it",
     "commands/parser.py reader_of.read argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "guests/scripts/verify/prove.py _Prover._first_run error": "the first attempt's, because the second failed too",
+    "guests/rewind/replay_command.py _indices argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
+    "guests/rewind/replay_command.py _change argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
+    "guests/rewind/position.py _run_until.stop child.Reached": "the end of a replay, which its own reader catches",
     "data_loader/dispatch.py _raise global_batches.failure": "what the reader met on this rank, as it was",
     "distributed/store_requests.py PendingRequest.response self._error": "what a request in a thread met, as it was",
 }

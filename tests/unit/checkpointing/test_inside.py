@@ -359,7 +359,7 @@ PLACES: Final[dict[str, str]] = {
 _OTHER_PACKAGES: Final = (
     "commands", "launch", "settings", "plugins", "distributed", "tracking", "watching", "test_utils", "devices",
     "cores.py", "guests/clusters", "guests/completion", "guests/deepspeed", "guests/fault_tolerance", "guests/monitor",
-    "guests/preemption", "guests/scripts", "guests/xla",
+    "guests/preemption", "guests/reproduce", "guests/rewind", "guests/scripts", "guests/xla",
 )  # fmt: skip
 
 

@@ -674,7 +674,7 @@ def test_every_subcommand_has_a_help(name: str) -> None:
         (["plan"], "  --gpus_per_host N               How many a host has. [8]"),
         (["plan"], "Usage: accelerate plan --gpus N --memory SIZE [options] SCRIPT_OR_MODEL"),
         (["estimate-memory"], "  --num_processes N ...           Numbers of ranks. [1 8]"),
-        (["checkpoints"], "  --best_mode {min,max}           Whether less or more of the metric is better. [min]"),
+        (["checkpoints"], "  --best_mode {min,max}           Which value of it is better. [min]"),
         (["checkpoints"], "  --json                          Print a list of objects for programs."),
         (
             ["config", "show"],

@@ -48,6 +48,7 @@ WRITERS: Final[dict[str, str]] = {
     "settings/env.py set_variables pop": CORE,
     "settings/env.py set_variables_for =": CORE,
     "settings/env.py restore_variables set_variables": CORE,
+    "guests/reproduce/again.py run_again patched": BLOCK,
     "guests/deepspeed/strategy.py DeepSpeed.place patched": BLOCK,
     "guests/deepspeed/strategy.py DeepSpeed.__init__ set_variables_for": OWNER,
     "parallel/fsdp/files.py disable_fsdp_ram_efficient_loading set_variables": CALLER,

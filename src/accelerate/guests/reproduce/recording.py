@@ -26,7 +26,7 @@ from ...seams import LoopHook
 from . import surroundings
 from .chain import COPIES, LOCK, ChainFile, read_chain
 from .fingerprint import fingerprint, tensors_in, weights_of
-from .sources import code, command, hash_of, inputs
+from .sources import code, command, hash_of, inputs, keep
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -85,6 +85,9 @@ class Recorder(LoopHook):
         self._counted: object = optimizer  # the optimizer that steps first; its steps are the updates
         self._folder = Path(str(run.project_configuration.project_dir)).absolute()
         self._file: ChainFile | None = ChainFile(self._folder / LOCK)
+        # Entries and copies of code wait until the script has its folder: it may test whether it is there.
+        self._waiting: list[tuple[dict[str, Any], bool]] = []
+        self._copies: dict[str, bytes] = {}
         self._launch = uuid4().hex[:12]
         self.updates = self._last = 0
         self._next: float = next_mark(0)
@@ -135,7 +138,7 @@ class Recorder(LoopHook):
         if self._file is None:
             return
         try:
-            found = code(self._folder / COPIES)
+            found, self._copies = code()
         except OSError as error:
             self._give_up(error)
             return
@@ -195,10 +198,22 @@ class Recorder(LoopHook):
         if self._file is None or self._process_id != os.getpid():
             return
         entry = {"kind": kind, "launch": self._launch, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        self._waiting.append(({**entry, **facts}, is_durable))
+        if self._folder.is_dir():
+            self.write()
+
+    def write(self) -> None:
+        """Write the entries and the copies that wait; it makes the folder."""
+        if self._file is None or self._process_id != os.getpid():
+            return
         try:
-            self._file.append({**entry, **facts}, is_durable=is_durable)
+            for name, data in self._copies.items():
+                keep(self._folder / COPIES, name, data)
+            for entry, is_durable in self._waiting:
+                self._file.append(entry, is_durable=is_durable)
         except OSError as error:
             self._give_up(error)
+        self._waiting, self._copies = [], {}
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s can't be written (%s). Training continues without a record.", self._folder / LOCK, error)
@@ -235,3 +250,4 @@ def _end(reference: ref[Recorder]) -> None:
     recorder = reference()
     if recorder is not None and getattr(sys, "last_value", None) is None:
         recorder.end_run()
+        recorder.write()

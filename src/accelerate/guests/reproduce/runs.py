@@ -118,7 +118,7 @@ def check_files(project: Path, chain: Chain) -> None:
             newest[entry["folder"]] = entry
         elif entry["kind"] == "launch":
             for name, kept in entry["code"]["copies"].items():
-                path = project / COPIES / kept
+                path = project / COPIES / Path(kept).name
                 if not path.is_file() or hash_of(path.read_bytes()) != entry["code"]["files"][name]:
                     chain.problems.append(f"{path}, the copy of {name}, was changed or removed.")
     for folder, entry in newest.items():

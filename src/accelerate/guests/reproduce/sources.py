@@ -40,12 +40,12 @@ def command() -> dict[str, Any]:
     }
 
 
-def code(copies: Path) -> dict[str, Any]:
-    """Return the files of the script and of local modules with hashes, and the commit; keep copies of changed files.
+def code() -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the files of the script and of local modules with hashes, and the commit; and the copies to keep, by name.
 
-    Args:
-        copies: the folder of copies. A file that seems to hold a secret isn't copied.
+    Files that aren't in a commit are to be kept, except one that seems to hold a secret.
     """
+    kept: dict[str, bytes] = {}
     found: dict[str, Any] = {"files": {}, "copies": {}, "without_copy": {}}
     contents = {str(path): path.read_bytes() for path in _files()}
     if (cells := _cells()) is not None:
@@ -67,10 +67,11 @@ def code(copies: Path) -> dict[str, Any]:
         if name in changed:
             line = secret_line(data.decode(errors="replace"))
             if line is None:
-                found["copies"][name] = _keep(copies, name, data)
+                found["copies"][name] = copy = f"{hash_of(data)[:16]}_{Path(name).name.replace(' ', '_')}"
+                kept[copy] = data
             else:
                 found["without_copy"][name] = f"line {line} seems to hold a secret"
-    return found
+    return found, kept
 
 
 def inputs(words: Iterable[str]) -> dict[str, str]:
@@ -129,15 +130,13 @@ def _git(folder: Path, *words: str) -> str | None:
     return ended.stdout if ended.returncode == 0 else None
 
 
-def _keep(copies: Path, name: str, data: bytes) -> str:
-    """Write a copy, unless there is one, and return its name."""
-    kept = f"{hash_of(data)[:16]}_{Path(name).name.replace(' ', '_')}"
-    if not (copies / kept).exists():
+def keep(copies: Path, name: str, data: bytes) -> None:
+    """Write a copy into the folder ``copies``, unless it is there."""
+    if not (copies / name).exists():
         copies.mkdir(parents=True, exist_ok=True)
-        beside = copies / f".{kept}.{os.getpid()}"
+        beside = copies / f".{name}.{os.getpid()}"
         beside.write_bytes(data)
-        os.replace(beside, copies / kept)
-    return kept
+        os.replace(beside, copies / name)
 
 
 def script_of(words: Sequence[str]) -> Path | None:
