@@ -34,6 +34,7 @@ class PointObserver(LoopHook):
         for recorder in self._run.gradient_state.hooks.of(Recorder):
             if recorder.updates in self._points:
                 recorder.record_point("update")
+                recorder.write()
         return {}
 
 
