@@ -275,3 +275,17 @@ def test_files_that_arguments_name_are_hashed(tmp_path: Path) -> None:
 def test_the_launch_is_json_for_people(recorded: Path) -> None:
     launch = json.loads((recorded / "run" / LOCK).read_text().splitlines()[0])
     assert launch["kind"] == "launch" and launch["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("folder", ["", None, "memory://run"])
+def test_a_run_without_a_folder_on_a_disk_keeps_no_record(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 2)).sum())
+    optimizer.step()
+    accelerator.end_training()
+    assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def attach(run: Accelerator, asked: object) -> LoopHook | None:
     """Return the hook that begins the record of ``run``; None without a folder on a disk, or off the main process."""
     folder = run.project_configuration.project_dir
-    if folder is None or "://" in str(folder) or not run.world.is_main or run.world.members is not None:
+    if not folder or "://" in str(folder) or not run.world.is_main or run.world.members is not None:
         return None
     from .recording import Beginning
 
