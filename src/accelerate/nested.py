@@ -122,6 +122,18 @@ def flat_tensors(data: Any) -> list[torch.Tensor] | None:
     return items
 
 
+def named_tensors(data: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers, each with its place, such as ``.inputs.0``; "" for a tensor itself."""
+    if isinstance(data, torch.Tensor):
+        yield name, data
+    elif isinstance(data, Mapping):
+        for key, item in cast("Mapping[object, object]", data).items():
+            yield from named_tensors(item, f"{name}.{key}")
+    elif isinstance(data, (list, tuple)):
+        for number, item in enumerate(cast("list[object]", data)):
+            yield from named_tensors(item, f"{name}.{number}")
+
+
 def is_all_tensors(data: object) -> bool:
     """Return whether every leaf of ``data`` is a tensor."""
     if flat_tensors(data) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.guests.reproduce.fingerprint import fingerprint, tensors_in, weights_of
+from accelerate.guests.reproduce.fingerprint import fingerprint, weights_of
+from accelerate.nested import named_tensors
 
 
 def of(*tensors: torch.Tensor) -> str:
@@ -87,7 +88,11 @@ def test_what_has_no_bits_is_left_out() -> None:
 
 def test_the_tensors_of_a_batch_and_a_model_are_found() -> None:
     batch = {"x": torch.ones(1), "more": [torch.ones(2), ("text", torch.ones(3))], "number": 3}
-    assert [(name, len(tensor)) for name, tensor in tensors_in(batch)] == [(".x", 1), (".more.0", 2), (".more.1.1", 3)]
+    assert [(name, len(tensor)) for name, tensor in named_tensors(batch)] == [
+        (".x", 1),
+        (".more.0", 2),
+        (".more.1.1", 3),
+    ]
     model = torch.nn.BatchNorm1d(2)
     before = fingerprint(weights_of([model]))
     assert model.running_mean is not None

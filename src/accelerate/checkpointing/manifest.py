@@ -102,6 +102,13 @@ _CHUNK_BYTES: Final = 2 << 20
 _NUM_READERS: Final = 4
 
 
+def updates_in(details: Mapping[str, Any]) -> int:
+    """Return the number of updates before a checkpoint, given the details of its manifest; 0 if they don't say it."""
+    counts = details.get(OPTIMIZER_UPDATES)
+    told = max(counts) if isinstance(counts, list) and counts else details.get("updates")  # as older checkpoints do
+    return told if isinstance(told, int) else 0
+
+
 @dataclass(frozen=True)
 @final
 class FileRecord:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
 from ..settings.training import ProjectOptions
-from .manifest import OPTIMIZER_UPDATES, PIN_NAME, UNFINISHED_NAME, Manifest, WithManifest, problems, read_manifest
+from .manifest import PIN_NAME, UNFINISHED_NAME, Manifest, WithManifest, problems, read_manifest, updates_in
 from .storage import LocalStorage, Storage, storage_of
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ class Entry(WithManifest):
         if self.manifest is None:
             return None
         details = self.manifest.details
-        counts = details.get(OPTIMIZER_UPDATES)
-        updates = max(counts) if counts else details.get("updates")  # one number for all in older checkpoints
-        return details.get("step", updates if isinstance(updates, int) and updates else self.manifest.step)
+        return details.get("step", updates_in(details) or self.manifest.step)
 
     def as_json(self) -> dict[str, Json]:
         """Return everything that a listing shows, as JSON values."""

@@ -7,9 +7,9 @@ Only one number per tensor is read from the device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
@@ -39,18 +39,6 @@ def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.T
     for number, model in enumerate(models):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             yield f"{number}.{name}", tensor
-
-
-def tensors_in(data: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers by name."""
-    if isinstance(data, torch.Tensor):
-        yield name, data
-    elif isinstance(data, Mapping):
-        for key, item in cast("Mapping[object, object]", data).items():
-            yield from tensors_in(item, f"{name}.{key}")
-    elif isinstance(data, (list, tuple)):
-        for number, item in enumerate(cast("list[object]", data)):
-            yield from tensors_in(item, f"{name}.{number}")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 from uuid import uuid4
 from weakref import ref
 
-from ...checkpointing.manifest import OPTIMIZER_UPDATES
+from ...checkpointing.manifest import updates_in
 from ...checkpointing.storage import storage_of
 from ...data_loader.sampling import order_fingerprint
 from ...names import MANIFEST_NAME
+from ...nested import named_tensors
 from ...seams import LoopHook
 from . import surroundings
 from .chain import COPIES, LOCK, ChainFile, read_chain
-from .fingerprint import fingerprint, tensors_in, weights_of
+from .fingerprint import fingerprint, weights_of
 from .sources import code, command, hash_of, inputs, keep
 
 if TYPE_CHECKING:
@@ -135,8 +136,6 @@ class Recorder(LoopHook):
 
     def record_launch(self, run: Accelerator, weights: str) -> None:
         """Record how the run was started, and the ``weights`` before its first update."""
-        if self._file is None:
-            return
         try:
             found, self._copies = code()
         except OSError as error:
@@ -166,8 +165,7 @@ class Recorder(LoopHook):
 
     def continue_from(self, folder: str, details: Mapping[str, object]) -> None:
         """Count from the updates of a checkpoint on."""
-        counts = details.get(OPTIMIZER_UPDATES)
-        self.updates = max(cast("list[int]", counts)) if isinstance(counts, list) and counts else 0
+        self.updates = updates_in(details)
         identity = _manifest_hash(folder)
         for entry in read_chain(self._folder / LOCK).entries:  # it also counts steps that a gradient scaler skipped
             if entry["kind"] == "checkpoint" and entry["manifest"] == identity:
@@ -233,7 +231,7 @@ def _position(run: Accelerator) -> dict[str, Any]:
     if info is None:
         return {}
     order = order_fingerprint(info.last_batch)
-    batch = fingerprint(tensors_in(loader.current_batch))
+    batch = fingerprint(named_tensors(loader.current_batch))
     return {"epoch": loader.progress.epoch, "batches": info.batches, "order": order, "batch": batch}
 
 

@@ -17,13 +17,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, TextIO, final
 
 import torch
 
 from ...accelerator import Accelerator
-from ...checkpointing.manifest import OPTIMIZER_UPDATES
+from ...checkpointing.manifest import updates_in
 from ...checkpointing.series import inspect, list_checkpoints
 from ...distributed.collectives import broadcast
 from ...seams import LoopHook, function_of, load
@@ -86,8 +85,7 @@ class Replay(LoopHook):
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
         """Count from the checkpoint's updates on."""
         self._is_loaded = self._is_loaded or Path(folder).resolve() == Path(self.request.checkpoint)
-        counts = details.get(OPTIMIZER_UPDATES)
-        self.update = max(counts) if isinstance(counts, list) and counts else int(str(details.get("updates") or 0))
+        self.update = updates_in(details)
 
     def after_step(self, optimizer: object) -> None:
         """Count an update: a step of the optimizer that steps first."""
@@ -148,12 +146,8 @@ class Replay(LoopHook):
         """End the process without the rest of the script; ranks that are late still find this one."""
         self._file.close()
         (self._folder / f"ended_{self.run.process_index}").touch()
-        until = time.monotonic() + _OTHERS_SECONDS
-        while time.monotonic() < until and len(list(self._folder.glob("ended_*"))) < self.run.num_processes:
-            time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end = function_of("scripts", "end_with_others", "A replay")
+        end(self._folder, "ended_*", self.run.num_processes, _OTHERS_SECONDS)
 
 
 def as_number(value: object) -> float | None:
@@ -251,13 +245,7 @@ def run_script(words: list[str]) -> None:
         sys.path[0:0] = [os.getcwd()]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    script = Path(words[0])
-    module = ModuleType("__main__")
-    module.__file__ = str(script)
-    sys.modules["__main__"] = module
-    sys.argv[:] = words
-    sys.path[0:0] = [str(script.resolve().parent)]
-    exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+    function_of("scripts", "main_program", "A replay")(Path(words[0]), words)()
 
 
 def main(arguments: list[str]) -> None:

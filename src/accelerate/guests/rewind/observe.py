@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from ...modules import is_sharded
+from ...nested import named_tensors
 from ...parallel.rebind import canonical_name
 from .child import UpdateObserver, as_number
 from .rerun import Facts
@@ -75,14 +76,15 @@ class Observer(UpdateObserver):
         indices = getattr(info, "indices", None)
         samples = [int(one) for one in indices] if isinstance(indices, Sequence) else []
         self._batches.append({"samples": samples, "loss": None})
-        for name, tensor in _named_tensors(getattr(loader, "current_batch", None)):
-            self._keep(INPUT, name, tensor)
+        for name, tensor in named_tensors(getattr(loader, "current_batch", None)):
+            self._keep(INPUT, name.lstrip("."), tensor)
 
     def _forward_hook(self, name: str) -> Callable[[torch.nn.Module, object, object], None]:
         def after_forward(module: torch.nn.Module, inputs: object, output: object) -> None:
             if self._is_backward or not torch.is_grad_enabled() or not module.training:
                 return
-            for part, tensor in _named_tensors(output):
+            for place, tensor in named_tensors(output):
+                part = place.lstrip(".")
                 full = f"{name}[{part}]" if part else name
                 self._keep(OUTPUT, full, tensor)
                 if tensor.requires_grad:
@@ -174,15 +176,3 @@ def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not parameter.is_meta:
                 yield f"{number}." * (len(models) > 1) + canonical_name(name), parameter
-
-
-def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a batch or in a module's output, with their keys or places."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _named_tensors(one, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            yield from _named_tensors(one, f"{name}.{place}".lstrip("."))

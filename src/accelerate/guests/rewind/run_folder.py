@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
 
-from ...checkpointing.manifest import OPTIMIZER_UPDATES
+from ...checkpointing.manifest import updates_in
 from ...checkpointing.series import Entry, list_checkpoints
 from ...errors import SettingError
 from ...names import CHECKPOINTS_FOLDER
@@ -164,9 +164,7 @@ class RunFolder:
 
 def updates_of(entry: Entry | None) -> int:
     """Return the number of updates that a checkpoint was written after; 0 for none."""
-    details: Mapping[str, Any] = {} if entry is None or entry.manifest is None else entry.manifest.details
-    counts = details.get(OPTIMIZER_UPDATES)
-    return max(counts) if counts else int(details.get("updates") or 0)
+    return 0 if entry is None or entry.manifest is None else updates_in(entry.manifest.details)
 
 
 def path_of(entry: Entry | None) -> Path | None:

@@ -33,5 +33,9 @@ GUEST: Final = Guest(
             "Train some updates in several layouts, and say what differs from one process.",
         ),
     ),
-    functions={"keep_files": f"{__name__}.verify.kept_files:keep_files"},
+    functions={
+        "keep_files": f"{__name__}.verify.kept_files:keep_files",
+        "main_program": f"{__name__}.verify.wrapping:main_program",
+        "end_with_others": f"{__name__}.verify.wrapping:end_with_others",
+    },
 )

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch.multiprocessing
 
@@ -21,7 +20,7 @@ from ....errors import PreparationError
 from . import surroundings
 from .conditions import REFUSAL, Conditions
 from .recorder import Recorder
-from .wrapping import wrap
+from .wrapping import main_program, wrap
 
 
 @contextlib.contextmanager
@@ -58,13 +57,9 @@ def _observed(index: int, folder: Path, script: Path, function: Callable[..., ob
 def main(arguments: list[str]) -> None:
     """Run the source as the program of this process."""
     folder, source, script = map(Path, arguments[:3])
-    module = ModuleType("__main__")
-    module.__file__ = str(script)
-    sys.modules["__main__"] = module
-    sys.argv[:] = [str(script), *arguments[3:]]
-    sys.path[0:0] = [str(script.resolve().parent)]
+    run = main_program(source, [str(script), *arguments[3:]])
     with observing(folder, script):
-        exec(compile(source.read_bytes(), str(script), "exec"), module.__dict__)
+        run()
 
 
 if __name__ == "__main__":

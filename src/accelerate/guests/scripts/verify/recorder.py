@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ from .conditions import Conditions
 from .evaluation_recorder import EvaluationRecorder
 from .moments import Places
 from .record import Moments, Record, Step
-from .wrapping import is_of_script, trainer_of, wrap
+from .wrapping import end_with_others, is_of_script, trainer_of, wrap
 
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
 _BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -471,12 +469,7 @@ class Recorder:
     def end(self) -> None:
         """Write the record and end the process without the end of the script, which writes files."""
         self.write()
-        until = time.monotonic() + _OTHERS_SECONDS
-        while time.monotonic() < until and len(list(self._folder.glob("rank_*.json"))) < self._record.num_processes:
-            time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_with_others(self._folder, "rank_*.json", self._record.num_processes, _OTHERS_SECONDS)
 
 
 def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

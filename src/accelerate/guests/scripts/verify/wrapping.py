@@ -1,11 +1,45 @@
-"""Replace functions of torch and of the Accelerator by others around them, and ask who calls."""
+"""Run a script under observation: its program, its end, functions with others around them, and who calls them."""
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+
+def main_program(source: Path, words: list[str]) -> Callable[[], None]:
+    """Make the file ``source`` the program of this process, with these arguments; return what runs it.
+
+    Args:
+        words: the script and its arguments. The source runs as if it were that script.
+    """
+    script, module = Path(words[0]), ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    sys.argv[:] = words
+    sys.path[0:0] = [str(script.resolve().parent)]
+    return lambda: exec(compile(source.read_bytes(), str(script), "exec"), module.__dict__)
+
+
+def end_with_others(folder: Path, pattern: str, num_processes: int, seconds: float) -> NoReturn:
+    """End this process at once, but wait for the others, whose collectives it is part of.
+
+    Args:
+        folder: where each process that ends leaves a file.
+        pattern: of these files' names.
+        seconds: the longest time to wait.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and len(list(folder.glob(pattern))) < num_processes:
+        time.sleep(0.02)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
