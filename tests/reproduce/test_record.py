@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.guests.reproduce.chain import COPIES, LOCK, read_chain
+from accelerate.guests.reproduce.chain import LOCK, read_chain
 from accelerate.guests.reproduce.recording import Recorder, next_mark
-from accelerate.guests.reproduce.runs import runs_of
-from accelerate.guests.reproduce.sources import code, command, inputs, keep
+from accelerate.guests.reproduce.runs import runs_of, write_copies
+from accelerate.guests.reproduce.sources import code, command, inputs
 from accelerate.seams import LoopHook
 from accelerate.utils import ProjectConfiguration
 from tests.reproduce.scripts import NET, SECRETS, TRAIN, write_scripts
@@ -84,9 +84,10 @@ def test_a_run_leaves_its_launch_its_points_and_its_checkpoints(recorded: Path) 
 
 
 def test_copies_of_files_outside_of_a_commit_are_kept(recorded: Path) -> None:
-    code = entries_of(recorded / "run", "launch")[0]["code"]
+    launch = entries_of(recorded / "run", "launch")[0]
+    code, texts = launch["code"], launch["texts"]
     assert "commit" not in code
-    copies = {Path(name).name: (recorded / "run" / COPIES / kept).read_text() for name, kept in code["copies"].items()}
+    copies = {Path(name).name: texts[code["files"][name]] for name in code["copies"]}
     assert copies["train.py"] == TRAIN and copies["net.py"] == NET
 
 
@@ -116,11 +117,10 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def copies_of(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The code as it is recorded, and the copies by the names of the files in ``folder``."""
-    found, contents = code()
-    for name, data in contents.items():
-        keep(folder / "copies", name, data)
-    own = {name: kept for name, kept in found["copies"].items() if Path(name).parent in (folder, Path())}
-    return found, {Path(name).name: (folder / "copies" / kept).read_text() for name, kept in own.items()}
+    found, texts = code()
+    assert not any("a-secret-value" in text for text in texts.values())
+    own = [name for name in found["copies"] if Path(name).parent in (folder, Path())]
+    return found, {Path(name).name: texts[found["files"][name]] for name in own}
 
 
 def test_a_source_with_a_secret_is_hashed_and_not_copied(scripts: Path) -> None:
@@ -129,7 +129,6 @@ def test_a_source_with_a_secret_is_hashed_and_not_copied(scripts: Path) -> None:
     found, copies = copies_of(scripts)
     name = str(scripts / "net.py")
     assert name in found["files"] and copies.keys() == {"train.py"} and "secret" in found["without_copy"][name]
-    assert not [path for path in (scripts / "copies").iterdir() if b"a-secret-value" in path.read_bytes()]
 
 
 def git(folder: Path, *words: str) -> str:
@@ -152,6 +151,19 @@ def test_in_a_work_tree_the_commit_and_the_changes_are_recorded(scripts: Path) -
     git(scripts, "commit", "-m", "Two")
     found, copies = copies_of(scripts)
     assert not copies and found["commit"] == git(scripts, "rev-parse", "HEAD")
+
+
+def test_kept_code_comes_back_byte_for_byte_and_is_kept_once(scripts: Path, tmp_path: Path) -> None:
+    data = "# caf\xe9\n".encode("latin-1") + NET.encode()
+    (scripts / "net.py").write_bytes(data)
+    for _ in range(2):
+        train(tmp_path / "run").end_training()
+    entries = read_chain(tmp_path / "run" / LOCK).entries
+    first, second = (entry for entry in entries if entry["kind"] == "launch")
+    assert first["texts"] and not second["texts"]
+    for number, launch in enumerate((first, second)):
+        files = write_copies(launch, entries, tmp_path / f"copies_{number}")
+        assert [path.read_bytes() for path in files if path.name == "net.py"] == [data]
 
 
 def test_without_git_all_files_are_copied(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +272,8 @@ def test_a_notebook_has_no_command_and_its_cells_are_kept(monkeypatch: pytest.Mo
     assert command()["words"] == [] and command()["started_in"] == "a notebook"
     train(tmp_path).end_training()
     launch = entries_of(tmp_path, "launch")[0]
-    kept = launch["code"]["copies"]["notebook cells"]
-    assert (tmp_path / COPIES / kept).read_text() == "\n\nx = 1\n\ntrain(x)"
+    assert "notebook cells" in launch["code"]["copies"]
+    assert launch["texts"][launch["code"]["files"]["notebook cells"]] == "\n\nx = 1\n\ntrain(x)"
 
 
 def test_files_that_arguments_name_are_hashed(tmp_path: Path) -> None:

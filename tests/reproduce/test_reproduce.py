@@ -74,7 +74,18 @@ def test_a_script_that_is_gone_is_named_with_its_copy(
         assert main([str(recorded / "run")]) == 2
     finally:
         (tmp_path / "train.py").rename(recorded / "train.py")
-    assert "run.lock.files" in (said := capsys.readouterr().err) and "train.py" in said
+    assert "--write_code" in (said := capsys.readouterr().err) and "train.py" in said
+
+
+def test_kept_code_is_written_to_a_new_folder(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = tmp_path / "copies"
+    assert main([str(recorded / "run"), "--write_code", str(copies)]) == 0
+    files = [Path(line) for line in capsys.readouterr().out.splitlines() if line.startswith(str(copies))]
+    assert {path.name: path.read_text() for path in files if path.name == "train.py"} == {"train.py": TRAIN}
+    assert main([str(recorded / "run"), "--write_code", str(copies)]) == 2  # nothing is written over
+    assert "Name a new folder." in capsys.readouterr().err
 
 
 @needs_rewind

@@ -24,15 +24,20 @@ INNER: Final = "accelerator.unwrap_model(model)"
 OUTLIER: Final = (DATA, f"self.targets[{SAMPLE}] = 50.0")
 EXPLODES: Final = (UPDATED, f"_ = {INNER}.middle.weight.data.mul_(300) if progress.update == 23 else None")
 EDITS: Final = (UPDATED, 'optimizer.param_groups[0]["lr"] *= 1e4 if progress.update == 15 else 1')
-HALF: Final[Pieces] = (
-    (TANH, "self.act = Half()"),
-    (
-        "class Net(nn.Module):",
-        "class Half(nn.Module):\n    def forward(self, inputs):\n"
-        "        return (inputs * 3.4e4).half().float() / 3.4e4\n\n\n"
-        "class Net(nn.Module):",
-    ),
-)
+
+
+def overflows(limit: float) -> Pieces:
+    """Put a module that computes in half precision in place of Tanh; it overflows where an input exceeds ``limit``."""
+    scale = 65504 / limit
+    return (
+        (TANH, "self.act = Half()"),
+        (
+            "class Net(nn.Module):",
+            "class Half(nn.Module):\n    def forward(self, inputs):\n"
+            f"        return (inputs * {scale}).half().float() / {scale}\n\n\n"
+            "class Net(nn.Module):",
+        ),
+    )
 
 
 def flips(bit: int, ranks: str = "") -> tuple[str, str]:
@@ -96,9 +101,9 @@ CAUSES: Final[dict[str, Cause]] = {
         what="input 0",
         samples=True,
     ),
-    "overflow_in_half": Cause(HALF, "not finite", what="output", module="act", samples=None),
+    "overflow_in_half": Cause(overflows(1.9), "not finite", what="output", module="act", samples=None),
     "overflow_by_a_sample": Cause(
-        ((DATA, f"self.inputs[{SAMPLE}] *= 1e6"), *HALF), "not finite", what="input 0", samples=True
+        ((DATA, f"self.inputs[{SAMPLE}] *= 1e6"), *overflows(100.0)), "not finite", what="input 0", samples=True
     ),
     "exploding_layer": Cause((EXPLODES,), "loss > 20", what="weight", module="middle.weight"),
     "exploding_layer_fsdp2": Cause(

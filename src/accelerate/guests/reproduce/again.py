@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from ...errors import SettingError
 from ...seams import LoopHook, function_of
 from ...settings import env
-from .chain import COPIES, LOCK, Entry, read_chain
+from .chain import LOCK, Entry, read_chain
 from .masking import MASK
 from .recording import Recorder
 from .runs import RecordedRun, runs_of
@@ -38,7 +38,7 @@ class PointObserver(LoopHook):
         return {}
 
 
-def words_of(launch: Entry, project: Path, given: Sequence[str]) -> list[str]:
+def words_of(launch: Entry, given: Sequence[str]) -> list[str]:
     """Return the words of a launch's command after ``python``, with the given arguments in place of left-out secrets.
 
     Raises:
@@ -47,18 +47,17 @@ def words_of(launch: Entry, project: Path, given: Sequence[str]) -> list[str]:
     command, copies = launch["command"], launch["code"]["copies"]
     words: list[str] = command["words"]
     if not words:
-        kept = [str(project / COPIES / copies[name]) for name in copies if name == "notebook cells"]
-        where = f" Its cells are in {kept[0]}." if kept else ""
+        where = " --write_code FOLDER writes its cells." if "notebook cells" in copies else ""
         raise SettingError(
-            f"The run was started in {command['started_in']}, so there is no command to repeat.{where} --verify_only "
-            "checks its record."
+            f"The run was started in {command['started_in']}, so there is no command to repeat. --verify_only checks "
+            f"its record.{where}"
         )
     script, folder = script_of(words), Path(command["folder"])
     if not folder.is_dir():
         raise SettingError(f"The run was started in {folder}, which is no longer there. Put the folder back.")
     if script is not None and not script.is_file():
-        kept = copies.get(str(script.resolve()))
-        where = str(project / COPIES / kept) if kept else f"commit {launch['code'].get('commit', 'unknown')}"
+        is_kept = str(script.resolve()) in copies
+        where = "what --write_code FOLDER writes" if is_kept else f"commit {launch['code'].get('commit', 'unknown')}"
         raise SettingError(f"The script {script} is no longer there. Put it back from {where}.")
     left_out = [word for word in words if MASK in word]
     if left_out and not given:
@@ -97,7 +96,7 @@ def run_again(
         SettingError: the launch can't be repeated.
     """
     rerun = function_of("rewind", "rerun", asked="accelerate reproduce, to run a script again,")
-    words = words_of(launch, project, given)
+    words = words_of(launch, given)
     recorded: dict[str, str] = launch["variables"]
     unset = {name: None for name in variables() if name not in recorded}
     fixed = {"OMP_NUM_THREADS": str(launch["machine"]["threads"]), "ACCELERATE_CONFIG_FILE": os.devnull}

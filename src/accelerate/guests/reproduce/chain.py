@@ -25,9 +25,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-#: The file's name in a run's folder, and the folder beside it with copies of code.
+#: The file's name in a run's folder.
 LOCK: Final = "run.lock.json"
-COPIES: Final = "run.lock.files"
 _OWN_HASH: Final = re.compile(rb', "hash": "([0-9a-f]{64})"\}')
 
 _TORN: Final = "Line {1} of {0} is torn, because its process was killed while it wrote. The lines before it are whole."

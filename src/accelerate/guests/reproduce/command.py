@@ -35,6 +35,12 @@ def reproduce_command_parser(subparsers: Subparsers | None = None) -> argparse.A
     parser.add_argument(*spellings("--to_update"), type=count, metavar="N", help="End after update N.")
     parser.add_argument("--run", dest="number", type=count, metavar="N", help="Which run of the folder. [the last one]")
     parser.add_argument(
+        *spellings("--write_code"),
+        type=Path,
+        metavar="FOLDER",
+        help="Write the code that the record keeps, because it is in no commit, into FOLDER, and run nothing.",
+    )
+    parser.add_argument(
         *spellings("--num_processes"), type=count, metavar="N", help="The number of ranks. [that of the run]"
     )
     parser.set_defaults(func=reproduce_command, script_args=[])
@@ -47,7 +53,7 @@ def reproduce_command(args: argparse.Namespace) -> int:
     Raises:
         SettingError: there is no such record, or it can't be repeated.
     """
-    from .runs import check_files, runs_of
+    from .runs import check_files, runs_of, write_copies
 
     project: Path = args.run
     path = project / LOCK
@@ -60,13 +66,21 @@ def reproduce_command(args: argparse.Namespace) -> int:
     check_files(project, chain)
     runs = runs_of(chain.entries)
     _print_state(path, chain, runs)
-    if args.verify_only or chain.problems:
+    if (args.verify_only and args.write_code is None) or chain.problems:
         return 1 if chain.problems else 0
     if not runs:
         raise SettingError(f"{path} has no launch, so there is nothing to repeat.")
     if args.number is not None and args.number > len(runs):
         raise SettingError(f"--run {args.number}: {path} has {len(runs)} {by_number(runs, 'run', 'runs')}.")
-    return _repeat(args, project, runs[(args.number or len(runs)) - 1])
+    run = runs[(args.number or len(runs)) - 1]
+    if args.write_code is None:
+        return _repeat(args, project, run)
+    try:
+        for written in write_copies(run.launches[-1], chain.entries, args.write_code):
+            print(written)
+    except OSError as error:
+        raise SettingError(f"--write_code {args.write_code}: {error}. Name a new folder.") from error
+    return 0
 
 
 def _print_state(path: Path, chain: Chain, runs: Sequence[RecordedRun]) -> None:

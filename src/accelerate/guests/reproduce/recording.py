@@ -25,9 +25,10 @@ from ...names import MANIFEST_NAME
 from ...nested import named_tensors
 from ...seams import LoopHook
 from . import surroundings
-from .chain import COPIES, LOCK, ChainFile, read_chain
+from .chain import LOCK, ChainFile, read_chain
 from .fingerprint import fingerprint, weights_of
-from .sources import code, command, hash_of, inputs, keep
+from .runs import texts_of
+from .sources import code, command, hash_of, inputs
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -86,9 +87,8 @@ class Recorder(LoopHook):
         self._counted: object = optimizer  # the optimizer that steps first; its steps are the updates
         self._folder = Path(str(run.project_configuration.project_dir)).absolute()
         self._file: ChainFile | None = ChainFile(self._folder / LOCK)
-        # Entries and copies of code wait until the script has its folder: it may test whether it is there.
+        # Entries wait until the script has its folder: it may test whether it is there.
         self._waiting: list[tuple[dict[str, Any], bool]] = []
-        self._copies: dict[str, bytes] = {}
         self._launch = uuid4().hex[:12]
         self.updates = self._last = 0
         self._next: float = next_mark(0)
@@ -137,7 +137,8 @@ class Recorder(LoopHook):
     def record_launch(self, run: Accelerator, weights: str) -> None:
         """Record how the run was started, and the ``weights`` before its first update."""
         try:
-            found, self._copies = code()
+            found, texts = code()
+            known = texts_of(read_chain(self._folder / LOCK).entries)
         except OSError as error:
             self._give_up(error)
             return
@@ -152,6 +153,7 @@ class Recorder(LoopHook):
             accumulation=run.gradient_accumulation_steps,
             resumed=self._resumed,
             code=found,
+            texts={key: text for key, text in texts.items() if key not in known},
             inputs=inputs(sys.argv[1:]),
             packages=surroundings.packages(),
             variables=surroundings.variables(),
@@ -201,17 +203,15 @@ class Recorder(LoopHook):
             self.write()
 
     def write(self) -> None:
-        """Write the entries and the copies that wait; it makes the folder."""
+        """Write the entries that wait; it makes the folder."""
         if self._file is None or self._process_id != os.getpid():
             return
         try:
-            for name, data in self._copies.items():
-                keep(self._folder / COPIES, name, data)
             for entry, is_durable in self._waiting:
                 self._file.append(entry, is_durable=is_durable)
         except OSError as error:
             self._give_up(error)
-        self._waiting, self._copies = [], {}
+        self._waiting = []
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s can't be written (%s). Training continues without a record.", self._folder / LOCK, error)

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 from ...checkpointing.manifest import Manifest, problems
 from ...errors import CheckpointError
 from ...names import MANIFEST_NAME
-from .chain import COPIES, Chain, Entry
+from .chain import Chain, Entry
 from .sources import hash_of
 
 #: Facts of a point, in the order in which a difference would arise.
@@ -80,6 +80,27 @@ def runs_of(entries: Iterable[Entry]) -> list[RecordedRun]:
     return runs
 
 
+def texts_of(entries: Iterable[Entry]) -> dict[str, str]:
+    """Return the texts of code that a record keeps, by their hashes; a launch has those that no earlier one has."""
+    return {key: text for entry in entries if entry["kind"] == "launch" for key, text in entry["texts"].items()}
+
+
+def write_copies(launch: Entry, entries: Iterable[Entry], folder: Path) -> list[Path]:
+    """Write the code that a launch has kept into ``folder``, and return the files, each under a path like its own.
+
+    Raises:
+        OSError: a file can't be written, or is there already.
+    """
+    texts, written = texts_of(entries), list[Path]()
+    for name in launch["code"]["copies"]:
+        path = folder / Path(name).relative_to(Path(name).anchor)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(texts[launch["code"]["files"][name]].encode(errors="surrogateescape"))
+        written.append(path)
+    return written
+
+
 @final
 @dataclass(frozen=True)
 class Comparison:
@@ -111,16 +132,8 @@ def compare(recorded: Points, again: Points, first: int, last: int) -> Compariso
 
 
 def check_files(project: Path, chain: Chain) -> None:
-    """Check the recorded checkpoints and copies, and add what was changed or is gone to the chain's lists."""
-    newest: dict[str, Entry] = {}
-    for entry in chain.entries:
-        if entry["kind"] == "checkpoint":
-            newest[entry["folder"]] = entry
-        elif entry["kind"] == "launch":
-            for name, kept in entry["code"]["copies"].items():
-                path = project / COPIES / Path(kept).name
-                if not path.is_file() or hash_of(path.read_bytes()) != entry["code"]["files"][name]:
-                    chain.problems.append(f"{path}, the copy of {name}, was changed or removed.")
+    """Check the recorded checkpoints, and add what was changed or is gone to the chain's lists."""
+    newest = {entry["folder"]: entry for entry in chain.entries if entry["kind"] == "checkpoint"}
     for folder, entry in newest.items():
         found = [] if "://" in folder else _changes(project / folder, entry)
         if "://" in folder:

@@ -40,13 +40,13 @@ def command() -> dict[str, Any]:
     }
 
 
-def code() -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the files of the script and of local modules with hashes, and the commit; and the copies to keep, by name.
+def code() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the files of the script and of local modules with hashes, and the commit; and the texts to keep, by hash.
 
     Files that aren't in a commit are to be kept, except one that seems to hold a secret.
     """
-    kept: dict[str, bytes] = {}
-    found: dict[str, Any] = {"files": {}, "copies": {}, "without_copy": {}}
+    texts: dict[str, str] = {}
+    found: dict[str, Any] = {"files": {}, "copies": [], "without_copy": {}}
     contents = {str(path): path.read_bytes() for path in _files()}
     if (cells := _cells()) is not None:
         contents["notebook cells"] = cells.encode()
@@ -65,13 +65,14 @@ def code() -> tuple[dict[str, Any], dict[str, bytes]]:
     for name, data in sorted(contents.items()):
         found["files"][name] = hash_of(data)
         if name in changed:
-            line = secret_line(data.decode(errors="replace"))
+            text = data.decode(errors="surrogateescape")  # the bytes can be made again
+            line = secret_line(text)
             if line is None:
-                found["copies"][name] = copy = f"{hash_of(data)[:16]}_{Path(name).name.replace(' ', '_')}"
-                kept[copy] = data
+                found["copies"].append(name)
+                texts[hash_of(data)] = text
             else:
                 found["without_copy"][name] = f"line {line} seems to hold a secret"
-    return found, kept
+    return found, texts
 
 
 def inputs(words: Iterable[str]) -> dict[str, str]:
@@ -128,15 +129,6 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ended.stdout if ended.returncode == 0 else None
-
-
-def keep(copies: Path, name: str, data: bytes) -> None:
-    """Write a copy into the folder ``copies``, unless it is there."""
-    if not (copies / name).exists():
-        copies.mkdir(parents=True, exist_ok=True)
-        beside = copies / f".{name}.{os.getpid()}"
-        beside.write_bytes(data)
-        os.replace(beside, copies / name)
 
 
 def script_of(words: Sequence[str]) -> Path | None:
