@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,37 @@ def test_a_run_without_parts_has_fingerprints_too(tmp_path: Path) -> None:
 def test_a_run_without_a_folder_is_refused() -> None:
     with pytest.raises(SettingError, match=r"fingerprint_every=3.*no folder.*project_dir"):
         Accelerator(cpu=True, fingerprint_every=3)
+
+
+VALUES = """
+import functools, numpy, torch
+from accelerate.guests.batch_parts.hashes import _plain
+
+class Warmup:
+    def __init__(self, end): self.end, self.names = end, {"a", "b", "c", "d"}
+
+class Slotted:
+    __slots__ = ()
+
+long = numpy.arange(5000)
+values = [None, 1, 1.5, float("nan"), "a", b"a", 1j, {"b": 1, 2: "c", (3, 4): 5}, (1, [2]), {"x", "y", "z"}, Warmup(3),
+          {"end": Warmup(4)}, lambda: 1, len, Warmup, Warmup(1).__init__, Slotted(), functools.partial(len), long,
+          numpy.float64(2), torch.ones(3), torch.float32, object()]
+print([_plain(value) for value in values])
+changed = long.copy(); changed[2500] = 0
+assert _plain(long) != _plain(changed) and _plain(Warmup(3)) != _plain(Warmup(4)) and _plain({"x"}) != _plain({"y"})
+"""
+
+
+def test_no_value_of_a_state_brings_an_address_or_an_order_of_this_process_into_a_fingerprint() -> None:
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", VALUES],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed as dist
@@ -91,14 +92,28 @@ def _values(run: Accelerator) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: object) -> bytes:
-    """Return the bytes of a value of numbers, texts, containers and tensors."""
+    """Return the bytes of a value of numbers, texts, containers, tensors and objects with attributes."""
+    return json.dumps(_told(value)).encode()
 
-    def told(one: object) -> object:
-        if isinstance(one, torch.Tensor):
-            return _rows_hash(one).hex()
-        return getattr(one, "__dict__", None) or repr(one)
 
-    return json.dumps(value, sort_keys=True, default=told).encode()
+def _told(value: object) -> object:
+    """Return a value as JSON can have it, without anything of this process: no address, no order of a set."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _rows_hash(value).hex()
+    if isinstance(value, Mapping):
+        return sorted(([_told(key), _told(one)] for key, one in value.items()), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_told(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_told, value), key=repr)
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        return cast("Any", value).tolist()
+    kind = value if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)) else type(value)
+    attributes = vars(value) if hasattr(value, "__dict__") and kind is not value else {}
+    text = "" if attributes or " at 0x" in repr(value) else repr(value)
+    return [f"{kind.__module__}.{kind.__qualname__}", _told(attributes), text]
 
 
 def _hash(name: str, tensor: torch.Tensor) -> bytes:
