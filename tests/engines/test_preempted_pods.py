@@ -39,7 +39,7 @@ def test_a_pod_that_is_evicted_saves_and_its_successor_goes_on(launch: Launch, m
     os.kill(int(children[0]), signal.SIGTERM)  # process 1 of the pod
     code, output = running.ended(60)
     assert code == 75, output
-    assert "All 2 rank(s) saved" in output
+    assert "All 2 ranks saved" in output
     code, output = launch(*given, "run")
     assert code == 0, output
     for rank, file in enumerate(starts):

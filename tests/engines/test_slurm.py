@@ -180,14 +180,14 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(
         wait_until(starts.exists, 250)
         num_starts = 1  # of which the script knows
     else:
-        wait_until(lambda: "rank(s) saved" in out(launch), 60)
+        wait_until(lambda: "ranks saved" in out(launch), 60)
         wait_until(lambda: len(starts.read_text().splitlines()) == 2, 250)  # Slurm holds the job back for two minutes
     code, output = running.ended(900 if notice == "time limit" else 60)  # its next limit may come before its end
     assert code == 0, output + out(launch)
     resumed = [line.partition(" ")[2].rpartition("/")[2] for line in starts.read_text().splitlines()]
     assert resumed == ["None", *(f"checkpoint_{number}" for number in range(len(resumed) - 1))]
     assert len(resumed) == num_starts or notice == "time limit"
-    assert out(launch).count("All 2 rank(s) saved") == len(resumed) - 1  # of each start, in one file
+    assert out(launch).count("All 2 ranks saved") == len(resumed) - 1  # of each start, in one file
     for rank in (0, 1):
         weights = [(launch.folder / name / f"weights_{rank}.txt").read_text() for name in ("undisturbed", "run")]
         assert weights[0] == weights[1]

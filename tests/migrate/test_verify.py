@@ -208,4 +208,4 @@ def test_an_evaluation_that_counts_padding_is_named(tmp_path: Path) -> None:
     wrong = dataclasses.replace(found, after=counted)
     (comparison,) = verify(wrong, path, [], 4)
     (difference,) = comparison.differences
-    assert difference.startswith("2 processes: the evaluation after step 4 (line ") and " in place of " in difference
+    assert difference.startswith("2 processes: the evaluation after step 4 (line ") and " instead of " in difference

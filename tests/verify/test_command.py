@@ -139,7 +139,7 @@ def test_the_fixture_fails_a_test_with_the_first_difference(tmp_path: Path) -> N
 
 
 def test_the_page_draws_each_layout_and_escapes_what_it_shows() -> None:
-    finding = Finding("ranks2", 1, "gradient", "a<b>", "V13", "norm 1 in place of 2", None, (3, 2))
+    finding = Finding("ranks2", 1, "gradient", "a<b>", "V13", "norm 1 instead of 2", None, (3, 2))
     ranks2, resume = chosen("ranks2,resume")
     excesses = {"gradients": [1e9, math.inf], "weights": [1e-9, 2.0]}
     proof = Proof(
@@ -148,7 +148,7 @@ def test_the_page_draws_each_layout_and_escapes_what_it_shows() -> None:
         ["a note"],
     )  # fmt: skip
     page = as_html(proof)
-    assert "gradient of a&lt;b&gt;: norm 1 in place of 2 [V13]" in page and "skipped: no &lt;reason&gt;" in page
+    assert "gradient of a&lt;b&gt;: norm 1 instead of 2 [V13]" in page and "skipped: no &lt;reason&gt;" in page
     assert page.count("<polyline") == 2 and page.count("<circle") == 4 and "a note" in page
     assert "nan" not in page and "inf," not in page
     report = json.loads(json.dumps(as_json(proof), allow_nan=False))

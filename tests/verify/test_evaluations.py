@@ -50,10 +50,10 @@ def test_numbers_of_a_printed_text_have_their_rounding(text: str, template: str,
 
 def test_another_number_of_rows_is_found_and_each_rank_may_add_one_row() -> None:
     ones = [1.0] * 300
-    assert texts([rows(*ones)], [rows(*ones, *[1.0] * 20)] * 2) == ["320 rows in place of 300"]
-    assert texts([rows(*ones)], [rows(*ones[1:])]) == ["299 rows in place of 300"]
+    assert texts([rows(*ones)], [rows(*ones, *[1.0] * 20)] * 2) == ["320 rows instead of 300"]
+    assert texts([rows(*ones)], [rows(*ones[1:])]) == ["299 rows instead of 300"]
     assert texts([rows(1.0, 2.0)], [rows(1.0, 1.0, 2.0, 2.0)] * 2) == []  # a loss of each rank
-    assert texts([rows(1.0, 2.0)], [rows(1.0, 1.0, 2.0, 3.0)] * 2) == ["1.75 in place of 1.5"]
+    assert texts([rows(1.0, 2.0)], [rows(1.0, 1.0, 2.0, 3.0)] * 2) == ["1.75 instead of 1.5"]
     assert texts([rows(1.0, 2.0)], [rows(1.0, 2.0 + 1e-12)]) == []
     assert texts([rows(1.0, -1.0)], [rows(1.0 + 1e-13, -1.0)]) == []  # a mean near zero counts by the rows' size
     assert texts([rows(1.0, 2.0)], [rows(1.0, 3.0)], None) == []  # not compared
@@ -62,9 +62,9 @@ def test_another_number_of_rows_is_found_and_each_rank_may_add_one_row() -> None
 def test_a_value_of_each_rank_counts_as_its_mean() -> None:
     assert texts([shown(2.0)], [shown(1.0), shown(3.0)]) == []
     assert texts([shown(2.0)], [shown(1.0), shown(2.0)]) == [
-        "1.5 in place of 2 (the mean: each process shows a value of its own samples)"
+        "1.5 instead of 2 (the mean: each process shows a value of its own samples)"
     ]
-    assert texts([shown(2.0)], [shown(2.5), shown(2.5)]) == ["2.5 in place of 2"]
+    assert texts([shown(2.0)], [shown(2.5), shown(2.5)]) == ["2.5 instead of 2"]
     run = [Evaluation(3, shown={"x": shown(1.0)}), Evaluation(3, shown={"x": shown(3.0)})]
     assert list(own_values(run)) == [("x", 7)] and not list(own_values(run[:1])) and not list(own_values([]))
 
@@ -132,7 +132,7 @@ def test_padding_that_is_counted_is_found(tmp_path: Path) -> None:
     proof, found = proof_of(tmp_path, text, "ranks4")
     finding = found["ranks4"].finding
     assert finding is not None and (finding.code, finding.quantity) == ("V16", "evaluation"), as_text(proof)
-    assert finding.text == "32 rows in place of 30" and "accelerator.gather(" in text.splitlines()[finding.lines[0] - 1]
+    assert finding.text == "32 rows instead of 30" and "accelerator.gather(" in text.splitlines()[finding.lines[0] - 1]
     assert "ranks4: after update 3, evaluation, gather at line" in as_text(proof) and proof.exit_code == 1
 
 

@@ -239,7 +239,7 @@ def _speaks(identity: ProcessIdentity) -> bool:
 
 def _log_connecting(identity: ProcessIdentity, source: str, wait_limit: timedelta) -> None:
     logger.warning(
-        "Rank %d waits for rank 0 at %s:%d (%s), where nobody answers yet; it will give up %.0f s after its start.",
+        "Rank %d waits for rank 0 at %s:%d (%s), which doesn't answer yet. It gives up %.0f s after its start.",
         identity.rank,
         identity.address,
         identity.port,

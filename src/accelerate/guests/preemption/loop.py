@@ -23,6 +23,7 @@ from ...seams import LoopHook, Members
 from ...settings import env
 from ...settings.preemption import PREEMPTED_EXIT_CODE, PreemptionOptions
 from ...training.optimizer import AcceleratedOptimizer
+from ...wording import by_number
 from .agreement import StopAgreement
 from .notices import Notices
 from .policy import PreemptionPolicy
@@ -299,8 +300,9 @@ class Preemption(LoopHook):
         self._run.project_configuration.automatic_checkpoint_naming = True  # where `resume()` looks
         folder = self._run.save_state(asynchronous=False, details={"preempted": str(notice)})
         if self._world.is_main:
+            ranks = by_number(self._world.size, "rank", "ranks")
             print(
-                f"accelerate: preempted by {notice}. All {self._world.size} rank(s) saved {folder} after "
+                f"accelerate: preempted by {notice}. All {self._world.size} {ranks} saved {folder} after "
                 f"{self._backwards} backward passes of this process{left}, and end with exit code {code}.",
                 file=sys.stderr,
             )

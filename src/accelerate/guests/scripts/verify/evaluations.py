@@ -130,14 +130,14 @@ def differences(
             continue
         expected, found = _mean(before), _mean(after)
         if expected.rows and found.rows % expected.rows:  # a value of each rank gives as many times more
-            text = f"{found.rows} rows in place of {expected.rows}"
+            text = f"{found.rows} rows instead of {expected.rows}"
             yield EvaluationDifference(name, text, found.line, are_rows=True, factor=found.rows / expected.rows)
             continue
         bound = bound_of(name)
         if bound is not None and len(expected.numbers) == len(found.numbers) and distance(expected, found) > bound:
             pairs = zip(expected.values(), found.values(), strict=True)
             old, new = next(pair for pair in pairs if pair[0] != pair[1])
-            text = f"{new:.6g} in place of {old:.6g}"
+            text = f"{new:.6g} instead of {old:.6g}"
             yield EvaluationDifference(name, text + _of_ranks(after), found.line, factor=new / old if old else None)
 
 

@@ -30,13 +30,13 @@ _QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states":
 #: What a finding's code stands for.
 CODES: Final = {
     "V01": "The samples of an update differ: some are read twice, or by no rank.",
-    "V02": "Gradients are a multiple of the reference's by the number of ranks: summed in place of averaged, or the "
+    "V02": "Gradients are a multiple of the reference's by the number of ranks: summed instead of averaged, or the "
     "other way round.",
     "V03": "Gradients are a multiple of the reference's by the number of micro-batches: not divided by it, or twice.",
     "V04": "A parameter gets a gradient in one run and none in the other.",
     "V05": "Ranks that hold copies of one parameter have different values: their gradients are not averaged.",
     "V06": "The gradient norm that clips differs, and the gradients do not.",
-    "V07": "The learning rate differs: the schedule counts micro-batches, or a rank's batches, in place of updates.",
+    "V07": "The learning rate differs: the schedule counts micro-batches, or a rank's batches, instead of updates.",
     "V08": "Parameters differ after a step, and their gradients do not.",
     "V09": "A tensor has another dtype.",
     "V10": "The state of an optimizer differs, and the parameters do not.",
@@ -229,7 +229,7 @@ def first_difference(layout: Layout, reference: History, run: History, bounds: B
         for found in _StepComparison(layout, reference, run, bounds, number).differences():
             return found
     if len(run.steps) != len(reference.steps):
-        text = f"{len(run.steps)} updates in place of {len(reference.steps)}"
+        text = f"{len(run.steps)} updates instead of {len(reference.steps)}"
         return Finding(layout.name, len(run.steps) + 1, "updates", "", "V12", text)
     return next(_of_evaluations(layout, reference, run, bounds), None)
 
@@ -295,11 +295,11 @@ class _StepComparison:
             scale = max(abs(expected.norm), abs(found.norm)) or 1.0
             if abs(expected.norm - found.norm) / scale > self._bounds.bound(self._number, "norm", ""):
                 factor = found.norm / expected.norm if expected.norm else None
-                text = f"{found.norm:.6g} in place of {expected.norm:.6g}"
+                text = f"{found.norm:.6g} instead of {expected.norm:.6g}"
                 yield self._finding("gradient norm", "", "V06", text, factor)
         if not _are_equal(expected.rates, found.rates):
             ratio = found.rates[0] / expected.rates[0] if expected.rates and expected.rates[0] else None
-            text = f"{_numbers(found.rates)} in place of {_numbers(expected.rates)}"
+            text = f"{_numbers(found.rates)} instead of {_numbers(expected.rates)}"
             code = "V14" if self._run.parts[self._number] else "V07"
             yield self._finding("learning rate", "", code, text, ratio)
         yield from self._of_tensors("weights")
@@ -336,7 +336,7 @@ class _StepComparison:
                 continue
             bound = self._bounds.bound(self._number, kind, name)
             if kind != "gradients" and expected.dtype != found.dtype:
-                yield self._finding(_QUANTITIES[kind], name, "V09", f"{found.dtype} in place of {expected.dtype}")
+                yield self._finding(_QUANTITIES[kind], name, "V09", f"{found.dtype} instead of {expected.dtype}")
                 return
             if other is not None and other.differs and self._bounds.is_meaningful(bound):
                 yield self._finding(_QUANTITIES[kind], name, "V05", "its copies on the ranks differ")
@@ -385,7 +385,7 @@ def _cause(
     by = (
         f"{factor:.4g} times the reference"
         if factor is not None
-        else (f"norm {after.norm:.6g} in place of {before.norm:.6g}")
+        else (f"norm {after.norm:.6g} instead of {before.norm:.6g}")
     )
     if layout.ranks > 1 and run.records[0].normalizes:
         return "V11", f"{by}: {run.records[0].normalizes[0]} normalises over the samples of its process"
@@ -397,7 +397,7 @@ def _cause(
         return "V10", f"{by}, after equal gradients and parameters"
     if factor is not None:
         for count, code, text, inverse in (
-            (layout.ranks, "V02", "summed over the processes in place of averaged",
+            (layout.ranks, "V02", "summed over the processes instead of averaged",
              "divided by the number of processes once too often"),
             (layout.num_parts, "V03", "not divided by the number of micro-batches",
              "divided by the number of micro-batches twice"),
