@@ -147,6 +147,11 @@ WORKS: dict[str, list[Callable[[], Any]]] = {
     ],
     "`torch.compile`": [partial(compiled, "Dense"), *([partial(compiled, "Transformer")] if IS_SLOW else [])],
 }
+#: Features with tests of their own: the checkpoint test below, and `test_inner_layouts.py`.
+ELSEWHERE = {
+    "checkpoints of the main process alone",
+    "tensor, context and sequence parallelism under FSDP 2",
+}
 #: The same under FSDP 2, compared with one process.
 SHARDED: dict[str, list[Callable[[str], Any]]] = {
     "Muon and other optimizers of whole matrices": [matrices, partial(matrices, name="Adafactor")],
@@ -337,13 +342,13 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "FSDP 1": [
         (lambda: prepared(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)), r"fsdp with batch_parts")
     ],
-    "tensor parallelism": [
+    "tensor, context and sequence parallelism without FSDP 2": [
         (lambda: mesh(tp_size=2), r"parallelism with batch_parts"),
-        (lambda: mesh_of_shards(tp_size=2), r"tp with batch_parts"),
-    ],
-    "context and sequence parallelism": [
         (lambda: mesh(sp_size=2, sp_backend="torch"), r"parallelism with batch_parts"),
-        (lambda: mesh_of_shards(cp_size=2), r"cp with batch_parts"),
+    ],
+    "BatchNorm under context or sequence parallelism": [
+        (lambda: mesh_of_shards(cp_size=2), r"BatchNorm under cp with batch_parts"),
+        (lambda: mesh_of_shards(sp_size=2, sp_backend="torch"), r"BatchNorm under sp with batch_parts"),
     ],
     "expert parallelism": [(lambda: mesh_of_shards(ep_size=2), r"ep with batch_parts")],
     "pipeline parallelism": [(lambda: mesh(pp_size=2), r"parallelism with batch_parts")],
@@ -382,4 +387,4 @@ def test_what_cannot_be_launched_is_refused_by_name(name: str, tmp_path: Path) -
 def test_the_page_lists_the_same_features() -> None:
     rows = re.findall(r"^\| (.+?) \| (works|refused)\b", PAGE.read_text(), re.MULTILINE)
     assert {name for name, kind in rows if kind == "refused"} == {*REFUSED, *LAUNCHED}
-    assert {name for name, kind in rows if kind == "works"} == {*WORKS, "checkpoints of the main process alone"}
+    assert {name for name, kind in rows if kind == "works"} == {*WORKS, *ELSEWHERE}

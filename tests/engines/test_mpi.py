@@ -35,4 +35,4 @@ def test_preflight_says_who_is_where(launch: Launch) -> None:
     needs("mpirun")
     code, output = launch("--cpu", "--num_processes", "2", "--mpirun_hostfile", hosts(launch), "--preflight")
     assert code == 0, output
-    assert "rendezvous of 2 ranks" in output and "GB/s" in output and "no contradictions" in output
+    assert "rendezvous (world size 2)" in output and "GB/s" in output and "no contradictions" in output

@@ -123,7 +123,7 @@ def test_a_pulled_cable_ends_the_run_in_bounded_time(hosts: tuple[Launch, Launch
 
 def test_preflight_names_both_hosts(hosts: tuple[Launch, Launch]) -> None:
     first, _ = both(hosts, ("--preflight",), (), processes=2)
-    assert all(name in first for name in NAMES) and "rendezvous of 2 ranks" in first
+    assert all(name in first for name in NAMES) and "rendezvous (world size 2)" in first
 
 
 def test_a_name_that_no_host_has_is_refused_at_once(hosts: tuple[Launch, Launch]) -> None:

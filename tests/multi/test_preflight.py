@@ -15,7 +15,7 @@ def test_ranks_that_agree_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[
     words = ["--folder", str(tmp_path / "not there yet"), "--megabytes", "1"]
     assert run_on_ranks(lambda: probe.main(words)) == [0, 0]
     out = capfd.readouterr().out
-    assert "rendezvous of 2 ranks" in out and "all-reduce of 1 MiB" in out and "no contradictions" in out
+    assert "rendezvous (world size 2)" in out and "all-reduce of 1 MiB" in out and "no contradictions" in out
 
 
 def test_a_rank_that_differs_is_named_and_every_rank_ends_with_a_code(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..nested import honor_type, rebuild_mapping
 from ..training.accumulation import GradientState
 from ..training.running_loaders import RunningLoader
-from ..wording import by_number
 from .sampling import BatchCoverage, rows_to_keep
 
 if TYPE_CHECKING:
@@ -106,10 +105,10 @@ class MetricGather:
         num_absent = 0 if coverage is None else coverage.num_absent
         if num_absent:
             logger.warning_once(
-                "gather_for_metrics(): with even_batches=False %s no batch in the last step. "
+                "gather_for_metrics(): in the last step, no batch is left for rank %d and those after it. "
                 "What is gathered in it reaches the other ranks, the main process among them. For the same metric on "
                 "every rank, gather once after the loop, or leave even_batches on.",
-                by_number(num_absent, "the last rank has", f"the last {num_absent} ranks have"),
+                readers.size - num_absent,
             )
         parts = (
             collectives.exchange_objects(on_host, readers.size - num_absent, world=readers)

@@ -22,7 +22,7 @@ from ..distributed.environment import is_task
 from ..errors import SettingError, WorldError
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
 from ..settings.tree import ROWS
-from ..wording import by_number, some_ranks
+from ..wording import some_ranks
 from .plan import Program
 
 if TYPE_CHECKING:
@@ -259,8 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = contradictions(found)
     if world.is_main:
         print(table(found))
-        ranks = f"{world.size} {by_number(world.size, 'rank', 'ranks')}"
-        print(f"rendezvous of {ranks}: {met:.1f} s" + (f"; {speed}" if speed else ""))
+        print(f"rendezvous (world size {world.size}): {met:.1f} s" + (f"; {speed}" if speed else ""))
         print("\n".join([f"contradiction: {line}" for line in wrong] or ["no contradictions"]), flush=True)
     leave_world()
     return _CONTRADICTION if wrong else 0

@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple, final
 
 import torch
 from torch import distributed as dist
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-#: (first row of this rank's shard, number of rows of the whole tensor); None if the tensor is whole.
-Rows = tuple[int, int]
+#: The mesh axis over which layers are sharded inside of a data-parallel rank.
+_INNER_AXIS = "tp"
 
 
-def first_row(num_rows: int, mesh: DeviceMesh, axis: int) -> int:
-    """Return the first row of this rank's shard of ``num_rows`` rows along ``axis`` of ``mesh``, as torch cuts them."""
-    return min(mesh.get_local_rank(axis) * -(-num_rows // mesh.size(axis)), num_rows)
+@final
+class Place(NamedTuple):
+    """The rows that this rank holds of a tensor, or of its tensor-parallel shard.
+
+    Attributes:
+        first: the first row of this rank.
+        num_rows: the rows of the shard or tensor.
+        axis: the mesh axis over which its rows are sharded; None if they aren't.
+        inner: the mesh axis of tensor parallelism, if that shards the tensor.
+    """
+
+    first: int
+    num_rows: int
+    axis: int | None = None
+    inner: int | None = None
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Return the rows that this rank holds of ``tensor``; None if a rank has no whole rows."""
+    from torch.distributed.tensor import DTensor
+
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return Place(0, num_rows)
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    sharded = {axis: placement for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()}
+    inner = next((axis for axis in sharded if names[axis : axis + 1] == (_INNER_AXIS,)), None)
+    dimension = None if inner is None else getattr(sharded.pop(inner), "dim", None)
+    if len(sharded) > 1 or any(getattr(placement, "dim", None) != 0 for placement in sharded.values()):
+        return None
+    if inner is not None and dimension == 0:
+        num_rows = _chunk(num_rows, mesh.size(inner), mesh.get_local_rank(inner))[1]
+    axis = next(iter(sharded), None)
+    first = 0 if axis is None else _chunk(num_rows, mesh.size(axis), mesh.get_local_rank(axis))[0]
+    return Place(first, num_rows, axis, inner)
+
+
+def _chunk(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of a rank, as torch divides them."""
+    size = -(-num_rows // num_ranks)
+    first = min(rank * size, num_rows)
+    return first, min(size, num_rows - first)
 
 
 def halved_sum(values: torch.Tensor) -> torch.Tensor:
@@ -46,15 +82,17 @@ def row_sums(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 def total_norm(
     shards: Sequence[torch.Tensor],
     norm_type: float,
-    places: Sequence[Rows] | None = None,
+    places: Sequence[Place] | None = None,
     group: dist.ProcessGroup | None = None,
+    inner_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Return the norm of all gradients together, in a fixed order; a collective if there are ``places``.
 
     Args:
         shards: this rank's rows of each gradient; at least one gradient.
         places: which rows those are; None if all gradients are whole.
-        group: the process group over which they are sharded.
+        group: the process group over which rows are sharded.
+        inner_group: that of tensor parallelism, if there is one.
     """
     device = shards[0].device
     if norm_type == float("inf"):
@@ -62,14 +100,22 @@ def total_norm(
         found = torch.stack(largest).max() if largest else torch.zeros((), device=device)
         if places is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        if inner_group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, inner_group)
         return found
     sums = [row_sums(shard if shard.ndim else shard[None], norm_type).to(device) for shard in shards]
     if places is not None:
-        whole = [own.new_zeros(rows) for own, (_, rows) in zip(sums, places, strict=True)]
-        for rows, own, (first, _) in zip(whole, sums, places, strict=True):
-            rows[first : first + len(own)] = own
+        whole = [own.new_zeros(place.num_rows) for own, place in zip(sums, places, strict=True)]
+        for rows, own, place in zip(whole, sums, places, strict=True):
+            rows[place.first : place.first + len(own)] = own
         flat = torch.cat(whole)
         dist.all_reduce(flat, group=group)  # each row is zero on all ranks but one
         sums = list(flat.split([len(rows) for rows in whole]))
-    total = halved_sum(torch.stack([halved_sum(rows) for rows in sums]))
+    of_each = torch.stack([halved_sum(rows) for rows in sums])
+    if inner_group is not None and places is not None:
+        found = [torch.empty_like(of_each) for _ in range(dist.get_world_size(inner_group))]
+        dist.all_gather(found, of_each, group=inner_group)
+        is_inner = torch.tensor([place.inner is not None for place in places], device=device)
+        of_each = torch.where(is_inner, halved_sum(torch.stack(found, dim=1)), of_each)
+    total = halved_sum(of_each)
     return total.sqrt() if norm_type == 2 else total.pow(1.0 / norm_type)

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
 from ...distributed.random import capture_host_streams
 from ...errors import PreparationError
 from ...modules import is_sharded
-from .fixed_order import first_row
+from .fixed_order import place_of
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -108,37 +109,41 @@ def _told(value: object) -> object:
         return [_told(one) for one in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(_told, value), key=repr)
-    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+    if isinstance(value, (np.ndarray, np.generic)):
         return cast("Any", value).tolist()
     kind = value if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)) else type(value)
-    attributes = vars(value) if hasattr(value, "__dict__") and kind is not value else {}
+    attributes = {} if kind is value else getattr(value, "__dict__", {})
     text = "" if attributes or " at 0x" in repr(value) else repr(value)
     return [f"{kind.__module__}.{kind.__qualname__}", _told(attributes), text]
 
 
 def _hash(name: str, tensor: torch.Tensor) -> bytes:
     """Return the hash of ``tensor`` with its dtype and shape; a collective if it is sharded."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
     if not isinstance(tensor, DTensor):
         return hashlib.sha256(head + _rows_hash(tensor)).digest()
-    mesh = tensor.device_mesh
-    sharded = [(axis, one) for axis, one in enumerate(tensor.placements) if not one.is_replicate()]
-    if not sharded:
-        return hashlib.sha256(head + _rows_hash(tensor.to_local())).digest()
-    if len(sharded) > 1 or sharded[0][1] != Shard(0):
+    mesh, place = tensor.device_mesh, place_of(tensor)
+    if place is None:
         raise PreparationError(f"{name} has no whole rows on a rank ({tensor.placements}), so it has no fingerprint.")
-    axis = sharded[0][0]
-    own, num_rows = tensor.to_local(), tensor.shape[0]
-    first = first_row(num_rows, mesh, axis)
-    hashes = torch.zeros(num_rows * _BYTES, dtype=torch.uint8)
-    if own.numel():
-        mine = torch.frombuffer(bytearray(_row_hashes(own)), dtype=torch.uint8)
-        hashes[first * _BYTES : first * _BYTES + len(mine)] = mine
-    hashes = hashes.to(own.device)
-    dist.all_reduce(hashes, group=mesh.get_group(axis))  # each row is zero on all ranks but one
-    return hashlib.sha256(head + hashlib.sha256(hashes.cpu().numpy().tobytes()).digest()).digest()
+    own = tensor.to_local()
+    hashed = _rows_hash(own)
+    if place.axis is not None:
+        hashes = torch.zeros(place.num_rows * _BYTES, dtype=torch.uint8)
+        if own.numel():
+            mine = torch.frombuffer(bytearray(_row_hashes(own)), dtype=torch.uint8)
+            hashes[place.first * _BYTES : place.first * _BYTES + len(mine)] = mine
+        hashes = hashes.to(own.device)
+        dist.all_reduce(hashes, group=mesh.get_group(place.axis))  # each row is zero on all ranks but one
+        hashed = hashlib.sha256(hashes.cpu().numpy().tobytes()).digest()
+    if place.inner is not None:
+        group = mesh.get_group(place.inner)
+        mine = torch.frombuffer(bytearray(hashed), dtype=torch.uint8).to(own.device)
+        found = [torch.empty_like(mine) for _ in range(mesh.size(place.inner))]
+        dist.all_gather(found, mine, group=group)
+        hashed = torch.cat(found).cpu().numpy().tobytes()
+    return hashlib.sha256(head + hashed).digest()
 
 
 def _rows_hash(tensor: torch.Tensor) -> bytes:

@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 @final
 class Parts(LoopHook):
-    """The parts that this rank computes; the strategy of the run holds it."""
+    """The parts that this rank computes; the strategy of the run holds it.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.division: Division = Division(1, world.size, world.rank)
+    Args:
+        share: the ranks that divide the parts; each of them may be several ranks that compute the same part.
+    """
+
+    def __init__(self, world: World, share: World) -> None:
+        self.world, self._share = world, share
+        self.division: Division = Division(1, share.size, share.rank)
         #: Returns whether gradients of an update that isn't complete are held; set by the strategy.
         self.is_open: Callable[[], bool] = lambda: False
         #: Drops what the strategy holds of a complete update; set by it.
@@ -54,11 +58,12 @@ class Parts(LoopHook):
         options = run.settings.find(BatchPartsOptions)
         assert options is not None and options.batch_parts is not None, "attached only then"
         count = options.batch_parts
-        if count % self.world.size:
+        size = self._share.size
+        if count % size:
+            what = "processes" if size == self.world.size else "data-parallel ranks"
             raise SettingError(
-                f"{run.settings.quote('batch_parts.batch_parts')}: {self.world.size} processes can't share {count} "
-                f"parts equally. Start a number of processes that divides {count}, or choose a multiple of "
-                f"{self.world.size}."
+                f"{run.settings.quote('batch_parts.batch_parts')}: {size} {what} can't share {count} parts equally. "
+                f"Start a number of {what} that divides {count}, or choose a multiple of {size}."
             )
         reasons = {
             "split_batches=True": run.split_batches and "a loader's batch is one part already",
@@ -70,7 +75,7 @@ class Parts(LoopHook):
             if reason:
                 raise SettingError(f"{asked} with batch_parts={count}: {reason}. Leave {asked.partition('=')[0]} out.")
         self._run = ref(run)
-        self.division = Division(count, self.world.size, self.world.rank)
+        self.division = Division(count, size, self._share.rank)
         # Not a product with the state's own number: a copy of the run in another process has multiplied it before.
         run.gradient_state.num_steps = (run.settings.accumulation.num_steps or 1) * self.division.per_rank
 
@@ -92,12 +97,17 @@ class Parts(LoopHook):
         Raises:
             PreparationError: the model normalises over ranks.
         """
-        statistics = RunningStatistics(model, self.division, self.world.group)
+        statistics = RunningStatistics(model, self.division, self._share.group)
         updated = set(map(id, statistics.buffers()))
         others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in updated}
         self._other_buffers.update({name: (buffer, buffer.detach().clone()) for name, buffer in others.items()})
         if statistics:
             self._statistics.append(statistics)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether a model has running statistics."""
+        return bool(self._statistics)
 
     def divide_loader(self, loader: PreparedLoader) -> None:
         """Let ``loader`` read this rank's parts, and each sample with random streams of its own."""

@@ -59,7 +59,7 @@ class PartReplicas(Strategy):
                 "order of the parts. Leave that out, or batch_parts."
             )
         self.retry: Retryable | None = None
-        self.parts: Parts = Parts(world)
+        self.parts: Parts = Parts(world, world)
         self.parts.is_open = lambda: any(one.num_parts and one.own is None for one in self._windows.values())
         self.parts.drop = self._drop
         self._windows: dict[object, _Window] = {}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from ...distributed.mesh import DATA_AXES, TOKEN_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...parallel.base import Clipping, StrategyOptions
@@ -19,12 +19,15 @@ from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.matrix_optimizer import DECLARATION
 from ...precision import Precision
 from ...training.oom_retry import Retryable
-from .fixed_order import Rows, first_row, total_norm
+from .fixed_order import place_of, total_norm
 from .parts import Parts
 from .tree import Node, PartialSums
 
 if TYPE_CHECKING:
     from ...data_loader.loader import PreparedLoader
+
+#: Along these, ranks compute tokens of the same samples.
+_TOKENS = tuple(axis for axis in TOKEN_AXES if axis not in DATA_AXES)
 
 
 @final
@@ -35,14 +38,14 @@ class PartShards(FullyShardStrategy):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        active = self.mesh.active("tp", "cp", "sp", "ep", "pp")
+        active = self.mesh.active("ep", "pp")
         if active:
             raise PreparationError(
-                f"{', '.join(active)} with batch_parts isn't built: the order of its sums depends on its layout. Leave "
-                "it out, or batch_parts."
+                f"{', '.join(active)} with batch_parts isn't built: its ranks compute several parts at once, so the "
+                "order of their sums depends on the number of ranks. Leave it out, or batch_parts."
             )
         self.retry: Retryable | None = None
-        self.parts: Parts = Parts(world)
+        self.parts: Parts = Parts(world, self.mesh.within(*DATA_AXES))
         self.parts.is_open = lambda: self._number >= 0 and not self._is_last
         self.parts.drop = self._drop
         self._reductions: list[_Reduction] = []
@@ -66,9 +69,10 @@ class PartShards(FullyShardStrategy):
             raise PreparationError("Parameters that FSDP ignores aren't summed in the order of the parts. Shard them.")
         mesh = self.shard_mesh()
         replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+        num_inner = self.mesh.size(*_TOKENS)
         for unit in placed.modules():
             if isinstance(unit, FSDPModule):
-                reduction = _Reduction(self, mesh.get_group(mesh.ndim - 1), replicas)
+                reduction = _Reduction(self, mesh.get_group(mesh.ndim - 1), replicas, num_inner)
                 unit.set_custom_reduce_scatter(cast("Any", reduction))  # it has the two methods of torch's class
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_reduce_scatter_unused_params(True)
@@ -76,6 +80,12 @@ class PartShards(FullyShardStrategy):
                     unit.set_all_reduce_hook(reduction.sum_own)
                 self._reductions.append(reduction)
         self.parts.take_model(placed)
+        sequences = self.mesh.active(*_TOKENS)
+        if sequences and self.parts.has_statistics:
+            raise PreparationError(
+                f"BatchNorm under {', '.join(sequences)} with batch_parts isn't built: each rank normalises over its "
+                "own tokens of a part. Use LayerNorm, or leave batch_parts out."
+            )
         return placed
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
@@ -133,7 +143,7 @@ class PartShards(FullyShardStrategy):
         self._is_last = self.parts.is_update_complete
         if self._is_last:
             self.parts.num_rounds(self._number + 1)
-        super().backward(loss, scaler, 1 if num_steps is None else num_steps * self.world.size, **kwargs)
+        super().backward(loss, scaler, 1 if num_steps is None else num_steps * self.mesh.size(*TOKEN_AXES), **kwargs)
         if self._is_last:
             if any(reduction.is_open for reduction in self._reductions):
                 raise PreparationError(
@@ -155,7 +165,9 @@ class PartShards(FullyShardStrategy):
             return torch.zeros((), device=self.world.device)
         shards = [local_tensor(gradient) for gradient in gradients]
         mesh = self.shard_mesh()
-        norm = total_norm(shards, clipping.norm_type, list(map(_rows, gradients)), mesh.get_group(mesh.ndim - 1))
+        places = [place for gradient in gradients if (place := place_of(gradient)) is not None]
+        assert len(places) == len(gradients), "fully_shard cuts rows"
+        norm = total_norm(shards, clipping.norm_type, places, mesh.get_group(mesh.ndim - 1), self.mesh.group("tp"))
         if self.parts.is_update_complete:
             scale_to(shards, norm, clipping.max_norm, clipping.error_if_nonfinite)
         return norm
@@ -166,26 +178,22 @@ class PartShards(FullyShardStrategy):
             super().clip_grad_value(parameters, clip_value)
 
 
-def _rows(gradient: torch.Tensor) -> Rows:
-    """Return the first row of this rank's shard, and the number of rows of the whole ``gradient``."""
-    num_rows = gradient.shape[0]
-    if not isinstance(gradient, DTensor):
-        return 0, num_rows
-    mesh = gradient.device_mesh
-    return first_row(num_rows, mesh, mesh.ndim - 1), num_rows
-
-
 @final
 class _Reduction:
     """The sum of the gradients of one unit, in the order of the parts, instead of torch's reduce-scatter.
 
     Each rank gets its shard of every rank's gradients after each part, and adds them to the tree. Until the last part
     of an update the result is zero.
+
+    Args:
+        num_inner: so many consecutive ranks compute one part, each for some of its tokens.
     """
 
-    def __init__(self, strategy: PartShards, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-        self._strategy, self._shards, self._replicas = strategy, shards, replicas
-        self._ranks = dist.get_process_group_ranks(shards)
+    def __init__(
+        self, strategy: PartShards, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None, num_inner: int
+    ) -> None:
+        self._strategy, self._shards, self._replicas, self._num_inner = strategy, shards, replicas, num_inner
+        self._num_shards = dist.get_world_size(shards)
         self._sums: dict[int, PartialSums] = {}
         self._num_parts = 0
         self._is_first = replicas is None or dist.get_rank(replicas) == 0
@@ -205,7 +213,7 @@ class _Reduction:
         """Write the sum of this rank's shard of all ranks' ``input_tensor`` [ranks * values] to ``output_tensor``."""
         rows = torch.empty_like(input_tensor)
         dist.all_to_all_single(rows, input_tensor, group=self._shards)
-        self._sum(output_tensor, rows.view(len(self._ranks), -1))
+        self._sum(output_tensor, rows.view(self._num_shards, -1))
 
     def sum_own(self, output: torch.Tensor) -> None:
         """Replace ``output`` [values], the gradients of the one rank that shards, by their sum."""
@@ -213,14 +221,15 @@ class _Reduction:
 
     def _sum(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         strategy = self._strategy
-        ranks = self._ranks
         if self._replicas is not None:
             found = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._replicas))]
             dist.all_gather(found, rows.contiguous(), group=self._replicas)
             rows = torch.cat(found)
-            ranks = range(len(rows))
         division = strategy.parts.division
-        for rank, row in zip(ranks, rows, strict=True):
+        for rank, of_part in enumerate(rows.split(self._num_inner)):
+            row = of_part[0]
+            for other in of_part[1:]:
+                row += other
             sums = self._sums.setdefault(rank, PartialSums())
             for number in range(self._num_parts, strategy.number):  # parts that didn't use this unit
                 sums.add(Node(division.part(rank, number), 1, [None]))
