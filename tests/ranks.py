@@ -35,6 +35,8 @@ from accelerate.ports import get_free_port as free_port
 _NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
 #: "sim" gives ranks imitated accelerators, "cuda" gives all of them one (tests/device/plugin.py).
 _DEVICE = os.environ.get("TEST_DEVICE")
+#: Beside other work, a limit of time is at most so many times as long.
+_MOST_LOAD = 8.0
 
 
 def _import_what_ranks_use() -> None:
@@ -129,6 +131,17 @@ def _where_it_stands(pid: int, stacks: IO[bytes]) -> str:
     return f"{stacks.read().decode()}\nits processes: {commands}"
 
 
+def _answers(pipe: Connection, began: float, seconds: float, deadline: float | None) -> bool:
+    """Wait for a rank until ``deadline``, or else for so many seconds times the load of a processor core."""
+    while True:
+        load = min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_LOAD)
+        left = (began + seconds * load if deadline is None else deadline) - time.monotonic()
+        if pipe.poll(max(0.0, min(left, 5.0))):
+            return True
+        if left <= 0:
+            return False
+
+
 def run_on_ranks(
     function: Callable[..., Any],
     num_processes: int = 2,
@@ -139,7 +152,7 @@ def run_on_ranks(
     """Return what ``function(*args)`` returned on each of ``num_processes`` forked ranks, in rank order.
 
     Raises:
-        RankFailed: a rank raised, died, or took longer than ``timeout_seconds``.
+        RankFailed: a rank raised, died, or took longer than ``timeout_seconds``, and longer still on a loaded machine.
     """
     context = multiprocessing.get_context("fork")
     port = free_port()
@@ -154,13 +167,13 @@ def run_on_ranks(
         sender.close()
         pipes.append(receiver)
         processes.append(process)
-    deadline = time.monotonic() + timeout_seconds
+    began, deadline = time.monotonic(), None
     results: list[Any] = []
     failures: list[str] = []
     try:
         for rank, pipe in enumerate(pipes):
             try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                if not _answers(pipe, began, timeout_seconds, deadline):
                     where = _where_it_stands(processes[rank].pid, stacks[rank])
                     failures.append(f"rank {rank}: no answer within {timeout_seconds} s\n{where}")
                     continue
@@ -173,7 +186,7 @@ def run_on_ranks(
                 results.append(value)
             else:
                 failures.append(f"rank {rank}:\n{value}")
-                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for the one that failed
+                deadline = deadline or time.monotonic() + 5  # the others may wait for the one that failed
     finally:
         for process in processes:
             process.join(0.0 if failures else 5.0)
