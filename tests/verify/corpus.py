@@ -171,6 +171,16 @@ RIGHT: Final = {
     "experts_split": Script(layouts="ep2,ranks2,fsdp2", base=EXPERTS),
     "stages": Script(layouts="pp2,parts2", base=STAGES),
     "stream": Script(layouts="ranks2,resume", base=STREAM),
+    "stream_in_parts": Script(
+        layouts="ranks2,parts2,ranks2_parts2,fsdp2",
+        base=STREAM,
+        changes=(
+            ("        loss = nn", "        with accelerator.accumulate(model):\n            loss = nn"),
+            ("        accelerator.backward", "            accelerator.backward"),
+            ("        optimizer.step()", "            optimizer.step()"),
+            ("        optimizer.zero_grad()", "            optimizer.zero_grad()"),
+        ),
+    ),
     "bfloat16": Script(layouts="bf16,fsdp2_bf16", base=BARE),
     "adapter_saved": Script(
         (*ADAPTER, ("for epoch", "accelerator.register_for_checkpointing(adapter)\nfor epoch")), "resume", base=BARE

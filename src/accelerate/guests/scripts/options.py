@@ -34,10 +34,11 @@ def add_num_steps(parser: argparse.ArgumentParser) -> None:
     """Add the option for the length of compared runs."""
     parser.add_argument(
         *spellings("--num_steps"),
+        "--updates",
         type=count,
         default=8,
         metavar="N",
-        help="How many steps of the optimizer to compare.",
+        help="How many updates (steps of the optimizer) to compare.",
     )
 
 

@@ -24,7 +24,7 @@ from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
 from .kept_files import keep_files
-from .wrapping import is_of_script, trainer_of, wrap
+from .wrapping import caller, is_of_script, trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
@@ -82,7 +82,8 @@ def _with_full_batches(
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
-        if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
+        is_given = is_of_script(caller())  # prepare() makes others from it, whose batches are divided already
+        if is_given and batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
             own = conditions.num_shares if conditions.divides_itself else 1
             batch_size += -batch_size % (conditions.multiple // own)
             with contextlib.suppress(TypeError):  # a stream has no length

@@ -48,6 +48,14 @@ def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Calla
     setattr(owner, name, functools.wraps(before)(wrapped(before)))
 
 
+def caller() -> FrameType:
+    """Return the nearest frame outside of this package."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith(__package__ or "") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def is_of_script(frame: FrameType) -> bool:
     """Return whether a call comes from the script, or from a library that it uses."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in ("accelerate", "torch")
