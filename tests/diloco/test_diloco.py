@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.diloco.training import equal, plain, train
+from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
+from tests.diloco.training import batch, equal, plain, train, weights_of
 from tests.ranks import run_on_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -35,11 +36,92 @@ def test_islands_of_one_process_train_as_a_plain_loop(case: str) -> None:
 
 
 def test_islands_of_two_processes_reduce_gradients_inside() -> None:
-    arguments = CASES["int8"] | {"islands": 2}
+    arguments = CASES["plain"] | {"islands": 2}
     ranks = run_on_ranks(_train, 4, 10, arguments)
-    expected = plain(10, 2, size=2, **CASES["int8"])
+    expected = plain(10, 2, size=2, **CASES["plain"])
     for rank, found in enumerate(ranks):
         assert equal(found["inside"], ranks[rank // 2 * 2]["inside"]), "an island's replicas are equal"
         assert equal(found["after"], ranks[0]["after"])
         for own, other in zip(found["inside"], expected["inside"][rank // 2], strict=True):
             torch.testing.assert_close(own, other)
+
+
+def _train_shards(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return train(num_steps, Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config), **arguments)
+
+
+def test_islands_of_shards_reduce_gradients_inside() -> None:
+    arguments = CASES["plain"] | {"kind": "adamw"}
+    ranks = run_on_ranks(_train_shards, 4, 10, arguments)
+    expected = plain(10, 2, size=2, **arguments)
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 2 * 2]["inside"]), "an island has one model"
+        assert equal(found["after"], ranks[0]["after"])
+        for own, other in zip(found["inside"], expected["inside"][rank // 2], strict=True):
+            torch.testing.assert_close(own, other)
+    assert not equal(ranks[0]["inside"], ranks[2]["inside"])
+
+
+class Partly(torch.nn.Module):
+    """A model with running statistics, and a layer that not every batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.used, self.unused = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 5), torch.nn.Linear(6, 5)
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        """Scores of five classes."""
+        outputs = self.used(self.norm(inputs))
+        return outputs + self.unused(inputs) if uses_all else outputs
+
+
+def _features() -> dict[str, Any]:
+    """Weighted losses in windows of several micro-batches, BatchNorm, and parameters that a rank doesn't use."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    model = Partly()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    counts: list[int] = []
+    rank = accelerator.process_index
+    with DiLoCo(accelerator, model, inner_steps=4, islands=2, fragments=1, compression="none", overlap=False) as diloco:
+        for step in range(6):
+            with accelerator.accumulate(model):
+                inputs, targets = batch(step, rank)
+                size = 2 + (rank + step) % 3
+                outputs = model(inputs[:size], rank < 2)
+                loss = torch.nn.functional.cross_entropy(outputs, targets[:size], reduction="sum")
+                accelerator.backward(loss, weight=size)
+                if accelerator.sync_gradients:
+                    used = model.module.used.weight.grad.clone()
+                    has_unused = model.module.unused.weight.grad is not None
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+                counts.append(diloco.num_steps)
+        running = model.module.norm.running_mean.clone()
+    return {
+        "counts": counts,
+        "gradient": used,
+        "has_unused": has_unused,
+        "inside": running,
+        "after": model.module.norm.running_mean.clone(),
+        "weights": weights_of(model),
+    }
+
+
+def test_a_step_stays_inside_of_its_island() -> None:
+    ranks = run_on_ranks(_features, 4)
+    for rank, found in enumerate(ranks):
+        first = ranks[rank // 2 * 2]
+        assert found["counts"] == [0, 1, 1, 2, 2, 3]  # updates, not micro-batches
+        assert torch.equal(found["gradient"], first["gradient"])
+        assert found["has_unused"] == (rank < 2)  # the other island is not asked whether it uses them
+        assert equal(found["weights"], ranks[0]["weights"])
+        assert torch.equal(found["after"], ranks[0]["after"])
+    assert not torch.equal(ranks[0]["gradient"], ranks[2]["gradient"])
+    assert not torch.equal(ranks[0]["inside"], ranks[2]["inside"])

@@ -177,10 +177,13 @@ class DiLoCo(LoopHook):
                 fragment.apply(self._kept)
         for fragment in self._fragments:
             self.bytes_sent += fragment.average()
+        islands = self._islands
+        groups = [(islands.between, islands.count)]
+        groups += [(islands.inside, islands.num_parts)] if islands.holds_replicas else []
         for buffer in self.model.buffers():
-            if buffer.is_floating_point() and self._islands.between is not None:
-                dist.all_reduce(buffer, group=self._islands.between)
-                buffer.div_(self._islands.count)
+            for group, size in groups if buffer.is_floating_point() else ():
+                dist.all_reduce(buffer, group=group)
+                buffer.div_(size)
 
     def _reshard(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""

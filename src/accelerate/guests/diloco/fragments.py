@@ -66,7 +66,10 @@ class OuterWeight:
     def change(self) -> torch.Tensor:
         """Return what is to be sent: outer weights minus current ones, and what was left of earlier changes."""
         # Rounded as the model has them: without training there is no change.
-        return self.outer.detach().to(self._parameter.dtype).to(torch.float32) - self.current() + self.error
+        begin = self.outer.detach().to(self._parameter.dtype).to(torch.float32)
+        change = begin - self.current() + self.error
+        change[max(0, self.num_values - self._index * change.numel()) :] = 0  # what only makes parts equal in size
+        return change
 
     def assign(self, outer: torch.Tensor, kept: float) -> None:
         """Set the parameter to the outer weights of all parts, mixed with the share ``kept`` of its own values."""
