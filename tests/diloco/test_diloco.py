@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
-from tests.diloco.training import batch, equal, plain, train, weights_of
+from tests.diloco.training import Network, batch, equal, plain, train, weights_of
 from tests.ranks import run_on_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -125,3 +127,74 @@ def test_a_step_stays_inside_of_its_island() -> None:
         assert torch.equal(found["after"], ranks[0]["after"])
     assert not torch.equal(ranks[0]["gradient"], ranks[2]["gradient"])
     assert not torch.equal(ranks[0]["inside"], ranks[2]["inside"])
+
+
+def _train_stages(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    config = ParallelismConfig(pp_size=2, dp_replicate_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    torch.manual_seed(0)
+    whole = Network()
+    model = torch.nn.Sequential(whole.first, torch.nn.Tanh(), whole.second)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    island = accelerator.mesh.place("dp_replicate")
+    with DiLoCo(accelerator, model, **arguments) as diloco:
+        for step in range(num_steps):
+            accelerator.pipeline_step(model, batch(step, island), torch.nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return {"inside": inside, "after": accelerator.get_state_dict(model), "island": island}
+
+
+def test_islands_of_pipelines_reduce_gradients_inside() -> None:
+    arguments = CASES["plain"]
+    ranks = run_on_ranks(_train_stages, 4, 10, arguments)
+    expected = plain(10, 2, kind="adamw", **arguments)
+    for found in ranks:
+        for name in ("inside", "after"):
+            right = expected["inside"][0] if name == "inside" else expected["after"]
+            for own, other in zip(found[name].values(), right, strict=False):  # the main process has all, others none
+                torch.testing.assert_close(own, other)
+    assert ranks[0]["inside"]
+
+
+class Cut(torch.nn.Module):
+    """Two layers that tensor parallelism cuts, and one that it doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(6, 32), torch.nn.Linear(32, 5)
+        self.norm = torch.nn.LayerNorm(5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Scores of five classes."""
+        return self.norm(self.second(torch.tanh(self.first(inputs))))
+
+
+def _train_cut(compression: str) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    model = Cut()
+    parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    island = accelerator.mesh.place("dp_replicate")
+    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, compression=compression) as diloco:
+        for step in range(7):
+            inputs, targets = batch(step, island)
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = weights_of(model)
+    return {"inside": inside, "after": weights_of(model)}
+
+
+def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
+    ranks = run_on_ranks(_train_cut, 4, "2bit")
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 2 * 2]["inside"])
+        assert equal(found["after"], ranks[0]["after"])
+    assert not equal(ranks[0]["inside"], ranks[2]["inside"])

@@ -94,7 +94,8 @@ class DiLoCo(LoopHook):
         self._reshard()
         holds, world = self._islands.holds_replicas, self._islands.mesh.world
         part = (world.rank, world.size) if holds else (0, 1)
-        trained = [(name, p) for name, p in accelerator.strategy.state.named_parameters(model) if p.requires_grad]
+        named = accelerator.strategy.state.named_parameters(model)
+        trained = [(name, p) for name, p in named if p.requires_grad and not p.is_meta]  # meta: of other stages
         weights = [OuterWeight(name, parameter, part) for name, parameter in trained]
         groups = divide(weights, [parameter.numel() for _, parameter in trained], fragments)
         for number, group in enumerate(groups, start=1):
@@ -181,7 +182,7 @@ class DiLoCo(LoopHook):
         groups = [(islands.between, islands.count)]
         groups += [(islands.inside, islands.num_parts)] if islands.holds_replicas else []
         for buffer in self.model.buffers():
-            for group, size in groups if buffer.is_floating_point() else ():
+            for group, size in groups if buffer.is_floating_point() and not buffer.is_meta else ():
                 dist.all_reduce(buffer, group=group)
                 buffer.div_(size)
 

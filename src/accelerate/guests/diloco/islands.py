@@ -126,7 +126,7 @@ def keep_inside(run: Accelerator, model: nn.Module, islands: Islands) -> Callabl
     undo.append(_setting(run._weights, _mesh=islands.mesh))  # divides by the weights of all ranks that reduce
     undo.append(_setting(run.project_configuration, compare_replicas="no"))  # they differ between islands
     if run.strategy.mesh.active("pp"):
-        undo.append(_setting(run.strategy, mesh=islands.mesh))
+        undo.append(_setting(run.strategy, averages_replicas=False))
 
     def undo_all() -> None:
         for one in undo:

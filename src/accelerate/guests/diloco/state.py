@@ -7,7 +7,7 @@ ones take the state of an earlier one, and what was left on islands that are gon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
@@ -75,8 +75,8 @@ class DiLoCoState:
 
     def _inner_state(self) -> dict[str, Any]:
         return {
-            "parameters": [local_values(parameter) for parameter in self._model.parameters()],
-            "buffers": [local_values(buffer) for buffer in self._model.buffers()],
+            "parameters": [local_values(parameter) for parameter in _held(self._model.parameters())],
+            "buffers": [local_values(buffer) for buffer in _held(self._model.buffers())],
             "optimizers": [
                 [_local_state(state) for state in _states(optimizer)] for optimizer in self._run._optimizers
             ],
@@ -149,7 +149,7 @@ class DiLoCoState:
     def _apply_inner(self) -> None:
         """Set the weights, buffers and optimizer states of this island, over those of the first."""
         for name, tensors in (("parameters", self._model.parameters()), ("buffers", self._model.buffers())):
-            for tensor, saved in zip(tensors, self._inner[name], strict=True):
+            for tensor, saved in zip(_held(tensors), self._inner[name], strict=True):
                 local_values(tensor).copy_(saved)
         for optimizer, states in zip(self._run._optimizers, self._inner["optimizers"], strict=True):
             for state, saved in zip(_states(optimizer), states, strict=True):
@@ -162,6 +162,11 @@ class DiLoCoState:
 
 def _name(island: int, part: int) -> str:
     return f"{_FOLDER}/island_{island}_part_{part}"
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``tensors`` without those of other pipeline stages."""
+    return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
