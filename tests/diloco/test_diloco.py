@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"inner_steps": 4, "compression": "int8", "fragments": 2, "overlap": False},
     "2 bits": {"inner_steps": 4, "compression": "2bit", "fragments": 1, "overlap": False, "kind": "adamw"},
     "overlap": {"inner_steps": 6, "compression": "int8", "fragments": 3, "overlap": True, "overlap_steps": 3},
+    "muon": {"inner_steps": 4, "compression": "2bit", "fragments": 2, "overlap": False, "kind": "muon"},
     "bf16": {"inner_steps": 4, "compression": "int8", "fragments": 2, "overlap": False, "dtype": torch.bfloat16},
 }
 
@@ -35,6 +36,13 @@ def test_islands_of_one_process_train_as_a_plain_loop(case: str) -> None:
         assert equal(found["inside"], expected["inside"][rank]), f"rank {rank} inside of the context"
         assert equal(found["after"], expected["after"]), f"rank {rank} after it"
     assert not equal(ranks[0]["inside"], ranks[1]["inside"])  # islands did train apart
+
+
+def test_the_bytes_that_leave_are_counted() -> None:
+    (found, _) = run_on_ranks(_train, 2, 8, CASES["int8"])
+    sizes = [33 * 6, 33, 5 * 33, 5]
+    scales = sum(4 * -(-size // 256) for size in sizes)
+    assert found["sent"] == 2 * (sum(sizes) + scales) + 4 * sum(sizes)  # two rounds, and the mean at the end
 
 
 def test_islands_of_two_processes_reduce_gradients_inside() -> None:

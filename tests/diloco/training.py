@@ -39,6 +39,8 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of ``model`` by name."""
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "muon":
+        return torch.optim.Muon([parameter for parameter in model.parameters() if parameter.ndim == 2], lr=0.01)
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
