@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.diloco.training import equal, train
 from tests.ranks import run_on_ranks
+from tests.torch_needed import FSDP2_ON_CPU
 
 #: Saved after step 7: the fragment that was sent after step 6 is on its way.
 OVERLAP: dict[str, Any] = {
@@ -47,8 +48,11 @@ def _resumes(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("num_ranks", "arguments", "shards"),
-    [(2, OVERLAP, False), (4, OVERLAP | {"islands": 2}, False), (4, OVERLAP, True)],
-    ids=["islands of one", "islands of two", "islands of shards"],
+    [
+        pytest.param(2, OVERLAP, False, id="islands of one"),
+        pytest.param(4, OVERLAP | {"islands": 2}, False, id="islands of two"),
+        pytest.param(4, OVERLAP, True, id="islands of shards", marks=FSDP2_ON_CPU),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(
     num_ranks: int, arguments: dict[str, Any], shards: bool, tmp_path: Path

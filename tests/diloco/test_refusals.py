@@ -38,12 +38,13 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 def _refused(names: list[str]) -> list[str]:
     found: list[str] = []
     for name in names:
-        options, arguments, _ = ASKED[name]
+        options, given, _ = ASKED[name]
+        arguments: dict[str, Any] = {"inner_steps": 4, "fragments": 1} | given
         accelerator = Accelerator(cpu=True, **options)
         model = torch.nn.Linear(4, 4)
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         try:
-            DiLoCo(accelerator, model, **{"inner_steps": 4, "fragments": 1} | arguments)
+            DiLoCo(accelerator, model, **arguments)
             found.append("trained")
         except ValueError as error:
             found.append(str(error))

@@ -78,10 +78,8 @@ def train(
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
     """Copies of the weights, whole."""
-    return [
-        (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
-        for parameter in model.parameters()
-    ]
+    parameters: list[Any] = list(model.parameters())
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters]
 
 
 def plain(

@@ -333,8 +333,9 @@ def _state_of(module: FSDPModule) -> FSDPState:
 
 
 # Before torch 2.12 there is one group per unit.
-@uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"))
-def _groups(model: torch.nn.Module) -> list[Any]:
+@uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"), f"{_PARAMETER}:FSDPParam")
+def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
+    """Return torch's objects for the sharded parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
@@ -342,33 +343,9 @@ def _groups(model: torch.nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             state = _state_of(module)
             groups = getattr(state, "_fsdp_param_groups", None)
-            found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
-
-
-@uses(f"{_PARAMETER}:FSDPParam")
-def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
-    """Return torch's objects for the sharded parameters."""
-    return [parameter for group in _groups(model) for parameter in group.fsdp_params]
-
-
-@uses(f"{_COMMON}:FSDPMeshInfo", f"{_COMMON}:HSDPMeshInfo", f"{_GROUP}:.mesh_info", f"{_GROUP}:.post_forward_mesh_info")
-def reduce_within_shards(model: torch.nn.Module) -> Restore:
-    """Reduce gradients over shards, and not over replicas of shards; return a function that undoes it."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-
-    hybrid = [(group, group.mesh_info, group.post_forward_mesh_info) for group in _groups(model)]
-    hybrid = [known for known in hybrid if isinstance(known[1], HSDPMeshInfo)]
-    for group, info, after_forward in hybrid:
-        group.mesh_info = FSDPMeshInfo(info.mesh, info.shard_mesh_dim)
-        if after_forward == info:  # torch compares the two
-            group.post_forward_mesh_info = group.mesh_info
-
-    def restore() -> None:
-        for group, info, after_forward in hybrid:
-            group.mesh_info, group.post_forward_mesh_info = info, after_forward
-
-    return restore
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                found += group.fsdp_params if group is not None else ()
+    return found
 
 
 @uses(f"{_PARAMETER}:.mesh_info", f"{_COMMON}:.shard_mesh_dim", f"{_COMMON}:.replicate_mesh_dim")
@@ -376,6 +353,22 @@ def meshes_of_shards(model: torch.nn.Module) -> list[tuple[DeviceMesh, int | Non
     """Return the meshes over which ``fully_shard`` reduces gradients, with their sharding and replicating axes."""
     found = {id(record.mesh_info.mesh): record.mesh_info for record in managed_parameters(model)}
     return [(info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)) for info in found.values()]
+
+
+@uses(f"{_PARAMETER}:.mesh_info", f"{_COMMON}:FSDPMeshInfo", f"{_COMMON}:HSDPMeshInfo")
+def reduce_within_shards(model: torch.nn.Module) -> Restore:
+    """Reduce gradients over shards, and not over replicas of shards; return a function that undoes it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    infos = [parameter.mesh_info for parameter in managed_parameters(model)]
+    hybrid: list[Any] = [info for info in infos if isinstance(info, HSDPMeshInfo)]
+
+    def become(kind: type[FSDPMeshInfo]) -> None:
+        for info in hybrid:  # by its class torch decides whether to all-reduce; parameters share the object
+            info.__class__ = kind
+
+    become(FSDPMeshInfo)
+    return lambda: become(HSDPMeshInfo)
 
 
 @uses(f"{_PARAMETER}:.sharded_param")

@@ -371,7 +371,8 @@ class Pipeline(Strategy):
             dist.all_reduce(total, group=stages)
             local_tensor(parameter.grad).copy_(total)
         replicas = self.mesh.group("dp_replicate")
-        if replicas is None or self.shards or not self.averages_replicas:  # the reduction of shards averages them over the replicas
+        # The reduction of shards averages them over the replicas.
+        if replicas is None or self.shards or not self.averages_replicas:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in model.parameters():
