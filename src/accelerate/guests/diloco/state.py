@@ -78,7 +78,8 @@ class DiLoCoState:
             "parameters": [local_values(parameter) for parameter in _held(self._model.parameters())],
             "buffers": [local_values(buffer) for buffer in _held(self._model.buffers())],
             "optimizers": [
-                [_local_state(state) for state in _states(optimizer)] for optimizer in self._run._optimizers
+                [_local_state(optimizer.state.get(parameter, {})) for parameter in _trained(optimizer)]
+                for optimizer in self._run._optimizers
             ],
         }
 
@@ -152,12 +153,16 @@ class DiLoCoState:
             for tensor, saved in zip(_held(tensors), self._inner[name], strict=True):
                 local_values(tensor).copy_(saved)
         for optimizer, states in zip(self._run._optimizers, self._inner["optimizers"], strict=True):
-            for state, saved in zip(_states(optimizer), states, strict=True):
+            for parameter, saved in zip(_trained(optimizer), states, strict=True):
+                if not saved:  # an island that hasn't used it
+                    optimizer.state.pop(parameter, None)
                 for name, value in saved.items():
-                    if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
-                        local_values(state[name]).copy_(value)
-                    elif name in state:
-                        state[name] = value
+                    known = optimizer.state[parameter].get(name)
+                    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+                        local_values(known).copy_(value)
+                    else:
+                        is_whole = isinstance(value, torch.Tensor) and value.ndim
+                        optimizer.state[parameter][name] = value.to(parameter.device) if is_whole else value
 
 
 def _name(island: int, part: int) -> str:
@@ -169,10 +174,8 @@ def _held(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if not tensor.is_meta]
 
 
-def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the state of each parameter of a prepared ``optimizer``."""
-    inner = optimizer.optimizer
-    return (inner.state.get(parameter, {}) for group in inner.param_groups for parameter in group["params"])
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
