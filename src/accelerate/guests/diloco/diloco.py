@@ -1,4 +1,4 @@
-"""The context in which islands train, each by itself, and exchange what they have learned."""
+"""The context of a training loop, in which islands train apart and exchange changes of their weights."""
 
 from __future__ import annotations
 
