@@ -15,7 +15,7 @@ from ...accelerator import Accelerator
 from ...errors import CheckpointError, SettingError
 from ...seams import LoopHook
 from .compression import CODECS
-from .fragments import Fragment, OuterOptimizer, OuterWeight, divide
+from .fragments import Fragment, OuterOptimizer, OuterWeight, divide, local_values
 from .islands import Islands, check, keep_inside
 from .state import DiLoCoState
 
@@ -24,7 +24,7 @@ NESTEROV: Final[OuterOptimizer] = partial(torch.optim.SGD, lr=0.7, momentum=0.9,
 
 
 @final
-class DiLoCo(LoopHook):
+class DiLoCo:
     """A context in which islands of processes train apart, and exchange compressed changes of their weights.
 
     ::
@@ -85,7 +85,6 @@ class DiLoCo(LoopHook):
         self._kept = kept if self._delay else 0.0
         self._fragments: list[Fragment] = []
         self._undo: list[Callable[[], object]] = []
-        self._loaded: DiLoCoState | None = None
         self._check_arguments(outer_optimizer, compression, fragments, overlap_steps)
         if not self.enabled:
             return
@@ -133,12 +132,7 @@ class DiLoCo(LoopHook):
 
     def __enter__(self) -> DiLoCo:
         if self.enabled:
-            run = self.accelerator
-            self._undo.append(keep_inside(run, self.model, self._islands))
-            run.gradient_state.hooks.add(self)
-            self._undo.append(lambda: run.gradient_state.hooks.remove(self))
-            self._undo.append(run.register_save_state_pre_hook(self._save).remove)
-            self._undo.append(run.register_load_state_pre_hook(self._load).remove)
+            self._undo = [keep_inside(self.accelerator, self.model, self._islands), *_Checkpoints(self).register()]
         return self
 
     def __exit__(
@@ -183,17 +177,37 @@ class DiLoCo(LoopHook):
         groups += [(islands.inside, islands.num_parts)] if islands.holds_replicas else []
         for buffer in self.model.buffers():
             for group, size in groups if buffer.is_floating_point() and not buffer.is_meta else ():
-                dist.all_reduce(buffer, group=group)
-                buffer.div_(size)
+                dist.all_reduce(local_values(buffer), group=group)
+                local_values(buffer).div_(size)
 
     def _reshard(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""
-        for module in self.model.modules():
-            reshard = getattr(module, "reshard", None)
-            if callable(reshard):
-                reshard()
+        if self._islands.holds_replicas:
+            return
+        from torch.distributed.fsdp import FSDPModule
 
-    # -- checkpoints ---------------------------------------------------------------------------------------
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _state(self) -> DiLoCoState:
+        return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)
+
+
+@final
+class _Checkpoints(LoopHook):
+    """Adds the state of a :class:`DiLoCo` to checkpoints, and restores it."""
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+        self._loaded: DiLoCoState | None = None
+
+    def register(self) -> list[Callable[[], object]]:
+        """Take part in saves and loads from here on; return functions that end this."""
+        run = self._diloco.accelerator
+        run.gradient_state.hooks.add(self)
+        handles = run.register_save_state_pre_hook(self._save), run.register_load_state_pre_hook(self._load)
+        return [lambda: run.gradient_state.hooks.remove(self), *(handle.remove for handle in handles)]
 
     def details_of_save(self, alone: bool) -> Mapping[str, object]:
         """Refuse a save by one process.
@@ -208,21 +222,18 @@ class DiLoCo(LoopHook):
             )
         return {}
 
-    def _state(self) -> DiLoCoState:
-        return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)
-
     def _save(self, models: object, weights: object, folder: str) -> None:
-        self._reshard()
-        self._state().write(Path(folder), self.num_steps)
+        self._diloco._reshard()
+        self._diloco._state().write(Path(folder), self._diloco.num_steps)
 
     def _load(self, models: object, folder: str) -> None:
-        self._loaded = self._state()
+        self._loaded = self._diloco._state()
         self._loaded.read(Path(folder))
 
     @torch.no_grad()
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
         """Continue with the state of the checkpoint that was loaded."""
         if self._loaded is not None:
-            self._reshard()
-            self.num_steps = self._loaded.apply()
+            self._diloco._reshard()
+            self._diloco.num_steps = self._loaded.apply()
             self._loaded = None
