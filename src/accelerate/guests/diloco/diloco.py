@@ -90,7 +90,7 @@ class DiLoCo:
             return
         check(accelerator, model)
         self._islands = Islands.of(accelerator, islands)
-        self._reshard()
+        self._free_gathered()
         holds, world = self._islands.holds_replicas, self._islands.mesh.world
         part = (world.rank, world.size) if holds else (0, 1)
         named = accelerator.strategy.state.named_parameters(model)
@@ -155,7 +155,7 @@ class DiLoCo:
         due = [one for one in self._fragments if one.arriving is not None and one.arriving.due == self.num_steps]
         turn = [one for one in self._fragments if self.num_steps % self.inner_steps == one.offset % self.inner_steps]
         if due or turn:
-            self._reshard()
+            self._free_gathered()
         for fragment in due:
             fragment.apply(self._kept)
         for fragment in turn:
@@ -166,7 +166,7 @@ class DiLoCo:
     @torch.no_grad()
     def _average(self) -> None:
         """Make all islands equal: apply what is on its way, then average weights and floating-point buffers."""
-        self._reshard()
+        self._free_gathered()
         for fragment in self._fragments:
             if fragment.arriving is not None:
                 fragment.apply(self._kept)
@@ -180,7 +180,7 @@ class DiLoCo:
                 dist.all_reduce(local_values(buffer), group=group)
                 local_values(buffer).div_(size)
 
-    def _reshard(self) -> None:
+    def _free_gathered(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""
         if self._islands.holds_replicas:
             return
@@ -223,7 +223,7 @@ class _Checkpoints(LoopHook):
         return {}
 
     def _save(self, models: object, weights: object, folder: str) -> None:
-        self._diloco._reshard()
+        self._diloco._free_gathered()
         self._diloco._state().write(Path(folder), self._diloco.num_steps)
 
     def _load(self, models: object, folder: str) -> None:
@@ -234,6 +234,6 @@ class _Checkpoints(LoopHook):
     def after_load(self, folder: str, details: Mapping[str, object]) -> None:
         """Continue with the state of the checkpoint that was loaded."""
         if self._loaded is not None:
-            self._diloco._reshard()
+            self._diloco._free_gathered()
             self._diloco.num_steps = self._loaded.apply()
             self._loaded = None
