@@ -48,7 +48,7 @@ class DiLoCo:
         compression: ``"int8"``, ``"2bit"`` or ``"none"`` (float32). An error is added to the next change.
         fragments: the number of parts of the model, which are exchanged in turn.
         overlap: exchange while training goes on, and use the result ``overlap_steps`` updates later.
-        overlap_steps: the number of these updates.
+        overlap_steps: the number of these updates, at most ``inner_steps - 1``.
         kept: with ``overlap``, the share of an island's own weights when it uses the result.
         islands: the number of islands, for DDP; default: each process is one.
 

@@ -73,9 +73,9 @@ class Islands:
         is_replicated = isinstance(run.strategy, DataParallel)
         if mesh.size(BETWEEN) == 1 or not (layout or is_replicated):
             raise SettingError(
-                f"DiLoCo over {type(run.strategy).__name__}: all {world.size} processes are one island "
-                f"({run.strategy.mesh.equation()}). Set ParallelismConfig(dp_replicate_size=...) to the number of "
-                "islands, and dp_shard_size to the processes of each. With DDP give islands=, or nothing."
+                f"DiLoCo over {type(run.strategy).__name__}: all {world.size} processes are one island. Set "
+                "ParallelismConfig(dp_replicate_size=...) to the number of islands, and dp_shard_size to the processes "
+                "of each. With DDP give islands=, or nothing."
             )
         inside = mesh.group(*INSIDE)
         if inside is None:
