@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .devices.memory import find_executable_batch_size
     from .distributed.random import synchronize_rng_states
     from .guests.deepspeed.plugin import DeepSpeedPlugin
+    from .guests.diloco.diloco import DiLoCo
     from .inference import prepare_pippy
     from .launchers import debug_launcher, notebook_launcher
     from .optional import is_rich_available
@@ -48,6 +49,7 @@ _DEFINED_IN = {
     "DDPCommunicationHookType": "settings.labels",
     "DataLoaderConfiguration": "plugins.data",
     "DeepSpeedPlugin": "guests.deepspeed.plugin",
+    "DiLoCo": "guests.diloco.diloco",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedType": "settings.labels",
     "FullyShardedDataParallelPlugin": "plugins.fsdp",
@@ -103,6 +105,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DiLoCo",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "FullyShardedDataParallelPlugin",

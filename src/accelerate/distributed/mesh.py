@@ -175,7 +175,7 @@ class Mesh:
         if not active or self.world.backend is None:
             return None
         if active == self.active():
-            return distributed.group.WORLD
+            return self.world.group or distributed.group.WORLD
         return self.flat("_".join(active), *active).get_group()
 
     def within(self, *axes: str) -> World:

@@ -25,7 +25,7 @@ __all__ = [
     "KEYS_PER_REQUEST", "all_gather_single", "second_connection", "tcp_store", "set_keys", "get_keys", "shard_locally",
     "shard_offset", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
     "gradient_order", "has_stateful_comm_hook", "flight_records", "ranks_of_group", "overlap_tensor_parallel",
-    "set_ring_rotation", "synchronize_buffers",
+    "set_process_group", "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
 KEYS_PER_REQUEST: Final = 1024
@@ -165,6 +165,12 @@ def find_tensors(value: object) -> Iterable[torch.Tensor]:
 def synchronize_buffers(replica: torch.nn.parallel.DistributedDataParallel) -> None:
     """Broadcast the main process's buffers to all ranks."""
     replica._sync_buffers()
+
+
+@uses(("torch.nn.parallel.distributed:DistributedDataParallel._update_process_group", "self, new_process_group"))
+def set_process_group(replica: torch.nn.parallel.DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Let ``replica`` reduce gradients and broadcast buffers over the ranks of ``group``."""
+    replica._update_process_group(group)
 
 
 @uses("torch.nn.parallel.distributed:._comm_hooks")

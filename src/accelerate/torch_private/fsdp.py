@@ -355,6 +355,22 @@ def meshes_of_shards(model: torch.nn.Module) -> list[tuple[DeviceMesh, int | Non
     return [(info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)) for info in found.values()]
 
 
+@uses(f"{_PARAMETER}:.mesh_info", f"{_COMMON}:FSDPMeshInfo", f"{_COMMON}:HSDPMeshInfo")
+def reduce_within_shards(model: torch.nn.Module) -> Restore:
+    """Reduce gradients over shards, and not over replicas of shards; return a function that undoes it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    infos = [parameter.mesh_info for parameter in managed_parameters(model)]
+    hybrid: list[Any] = [info for info in infos if isinstance(info, HSDPMeshInfo)]
+
+    def become(kind: type[FSDPMeshInfo]) -> None:
+        for info in hybrid:  # by its class torch decides whether to all-reduce; parameters share the object
+            info.__class__ = kind
+
+    become(FSDPMeshInfo)
+    return lambda: become(HSDPMeshInfo)
+
+
 @uses(f"{_PARAMETER}:.sharded_param")
 def sharded_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the parameters whose gradients ``fully_shard`` reduces."""

@@ -44,6 +44,9 @@ class PretendedReducer:
         del outputs
         self._waiting = {index: set(bucket) for index, bucket in enumerate(self._buckets)}
 
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
     def _rebuild_buckets(self) -> bool:
         return False
 

@@ -158,6 +158,8 @@ class Pipeline(Strategy):
             )
         #: Whether stages are sharded.
         self.shards: bool = options.plugins.fsdp is not None
+        #: Whether gradients are averaged over replicas; otherwise these train apart.
+        self.averages_replicas: bool = True
         # Parameters that an earlier pipeline rank also has; their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -369,7 +371,8 @@ class Pipeline(Strategy):
             dist.all_reduce(total, group=stages)
             local_tensor(parameter.grad).copy_(total)
         replicas = self.mesh.group("dp_replicate")
-        if replicas is None or self.shards:  # the reduction of shards averages them over the replicas
+        # The reduction of shards averages them over the replicas.
+        if replicas is None or self.shards or not self.averages_replicas:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in model.parameters():

@@ -1,0 +1,212 @@
+"""The outer weights of a model, and the exchange of one fragment of it between islands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ...errors import NotBuilt
+from ...torch_private.distributed import all_gather_single
+from .compression import Codec
+from .islands import Islands
+
+#: Makes the optimizer of outer weights, which are flat and in float32.
+OuterOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``tensor``, or a plain tensor itself, sharing its memory."""
+    local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor.detach() if local is None else local().detach()
+
+
+@final
+class OuterWeight:
+    """The outer weights of one parameter on this rank, and what compression has left of its changes.
+
+    A rank with a shard keeps those of its shard. Where the ranks of an island hold replicas, each keeps an equal part.
+
+    Args:
+        part: the number of this rank's part, and of all parts.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, part: tuple[int, int]) -> None:
+        if torch.promote_types(parameter.dtype, torch.float32) != torch.float32:
+            raise NotBuilt(
+                f"DiLoCo keeps outer weights in float32, but {name!r} is {parameter.dtype}. Train in float32 or bf16."
+            )
+        self.name = name
+        self._parameter, self._index, self._count = parameter, *part
+        self.outer: nn.Parameter = nn.Parameter(self.current())
+        self.error: torch.Tensor = torch.zeros_like(self.outer)
+
+    @property
+    def num_values(self) -> int:
+        """The number of values that this rank has of the parameter."""
+        return self._values.numel()
+
+    @property
+    def _values(self) -> torch.Tensor:
+        return local_values(self._parameter)
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of flat ``values``, as a copy in float32."""
+        padded = nn.functional.pad(values.to(torch.float32), (0, -values.numel() % self._count))
+        return padded.view(self._count, -1)[self._index].clone()
+
+    def current(self) -> torch.Tensor:
+        """Return this rank's part of the parameter's current values."""
+        return self.part_of(self._values.reshape(-1))
+
+    def change(self) -> torch.Tensor:
+        """Return what is to be sent: outer weights minus current ones, and what was left of earlier changes."""
+        # Rounded as the model has them: without training there is no change.
+        begin = self.outer.detach().to(self._parameter.dtype).to(torch.float32)
+        change = begin - self.current() + self.error
+        change[max(0, self.num_values - self._index * change.numel()) :] = 0  # what only makes parts equal in size
+        return change
+
+    def assign(self, outer: torch.Tensor, kept: float) -> None:
+        """Set the parameter to the outer weights of all parts, mixed with the share ``kept`` of its own values."""
+        values = self._values
+        outer = outer.reshape(-1)[: values.numel()].view(values.shape)
+        values.copy_(outer if kept == 0 else values.to(torch.float32) * kept + outer * (1 - kept))
+
+
+@final
+@dataclass
+class Arriving:
+    """The mean change of a fragment that was sent and not yet applied.
+
+    Attributes:
+        due: the step at which it is applied.
+        receive: waits for it, if it isn't known yet.
+        means: the mean by parameter, once it is known.
+    """
+
+    due: int
+    receive: Callable[[], list[torch.Tensor]] | None
+    means: list[torch.Tensor] | None = None
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the mean change of each parameter."""
+        if self.means is None:
+            assert self.receive is not None, "sent, or loaded"
+            self.means, self.receive = self.receive(), None
+        return self.means
+
+
+@final
+class Fragment:
+    """Some parameters of the model, which are exchanged together.
+
+    Args:
+        offset: the first step after which it is sent.
+    """
+
+    def __init__(
+        self, weights: Sequence[OuterWeight], offset: int, islands: Islands, codec: Codec, optimizer: OuterOptimizer
+    ) -> None:
+        self.weights: list[OuterWeight] = list(weights)
+        self.offset = offset
+        self.optimizer: torch.optim.Optimizer = optimizer([weight.outer for weight in self.weights])
+        self.arriving: Arriving | None = None
+        self._islands, self._codec = islands, codec
+
+    def send(self, due: int) -> int:
+        """Begin to exchange the changes since the last exchange; return the bytes that leave this rank."""
+        encoded: list[torch.Tensor] = []
+        for weight in self.weights:
+            change = weight.change()
+            encoded.append(self._codec.encode(change))
+            if not self._codec.is_exact:
+                weight.error = change - self._codec.decode(encoded[-1], change.numel())
+        sizes, device = [one.numel() for one in encoded], encoded[0].device
+        arrived, work = self._gather(torch.cat(encoded), self._islands.between, self._islands.count)
+
+        def receive() -> list[torch.Tensor]:
+            if work is not None:
+                work.wait()
+            rows = [row.split(sizes) for row in arrived.to(device)]
+            return [
+                _mean(self._codec.decode(row[number], weight.outer.numel()) for row in rows)
+                for number, weight in enumerate(self.weights)
+            ]
+
+        self.arriving = Arriving(due, receive)
+        return sum(sizes) * (self._islands.count - 1)
+
+    def apply(self, kept: float) -> None:
+        """Step the outer weights by the mean change, and mix the parameters with them.
+
+        Args:
+            kept: the share of the parameters' own values; with 0 they are equal on all islands.
+        """
+        assert self.arriving is not None, "sent before"
+        for weight, mean in zip(self.weights, self.arriving.take(), strict=True):
+            weight.outer.grad = mean
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.arriving = None
+        self._assign(kept)
+
+    def average(self) -> int:
+        """Set outer weights and parameters to the mean of the islands' parameters; return the bytes that leave."""
+        own = torch.cat([weight.current() - weight.error for weight in self.weights])
+        arrived, work = self._gather(own, self._islands.between, self._islands.count)
+        if work is not None:
+            work.wait()
+        means = _mean(iter(arrived.to(own.device))).split([weight.outer.numel() for weight in self.weights])
+        for weight, mean in zip(self.weights, means, strict=True):
+            weight.outer.detach().copy_(mean)
+            weight.error.zero_()
+        self._assign(0.0)
+        return own.nbytes * (self._islands.count - 1)
+
+    def _assign(self, kept: float) -> None:
+        outer = torch.cat([weight.outer.detach() for weight in self.weights])
+        rows = outer.unsqueeze(0)
+        if self._islands.holds_replicas and self._islands.num_parts > 1:
+            arrived, work = self._gather(outer, self._islands.inside, self._islands.num_parts)
+            if work is not None:
+                work.wait()
+            rows = arrived.to(outer.device)
+        columns = rows.split([weight.outer.numel() for weight in self.weights], dim=1)
+        for weight, column in zip(self.weights, columns, strict=True):
+            weight.assign(column, kept)
+
+    def _gather(
+        self, own: torch.Tensor, group: dist.ProcessGroup | None, count: int
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Begin to gather the flat ``own`` of ``count`` ranks, as rows."""
+        sent = own.to(self._islands.mesh.world.device)
+        arrived = sent.new_empty(count * sent.numel())
+        return arrived.view(count, -1), all_gather_single(arrived, sent, group, True)
+
+
+def _mean(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of ``rows``, added in their order: the same bits on every rank."""
+    total, count = torch.tensor(0.0), 0
+    for row in rows:
+        total, count = (row.clone() if count == 0 else total.add_(row)), count + 1
+    return total.div_(count)
+
+
+def divide(weights: Sequence[OuterWeight], sizes: Sequence[int], count: int) -> list[list[OuterWeight]]:
+    """Divide ``weights`` among ``count`` fragments of about equal size, so that each has layers of all depths.
+
+    Args:
+        sizes: the size of each whole parameter, equal on all ranks.
+    """
+    fragments: list[list[OuterWeight]] = [[] for _ in range(count)]
+    totals = [0] * count
+    for weight, size in zip(weights, sizes, strict=True):
+        smallest = totals.index(min(totals))
+        fragments[smallest].append(weight)
+        totals[smallest] += size
+    return [fragment for fragment in fragments if fragment]

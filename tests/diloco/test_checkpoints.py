@@ -1,0 +1,109 @@
+"""Checkpoints inside of DiLoCo: the same bits after a resume, and other numbers of islands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
+from tests.diloco.training import equal, train
+from tests.ranks import run_on_ranks
+from tests.torch_needed import FSDP2_ON_CPU
+
+#: Saved after step 7: the fragment that was sent after step 6 is on its way.
+OVERLAP: dict[str, Any] = {
+    "inner_steps": 6, "compression": "2bit", "fragments": 2, "overlap": True, "overlap_steps": 2, "kind": "adamw"
+}  # fmt: skip
+
+
+def _accelerator(shards: bool) -> Accelerator:
+    if not shards:
+        return Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+
+
+def _saves(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, Any]:
+    def after_step(diloco: DiLoCo, step: int) -> None:
+        if step == 6:
+            diloco.accelerator.save_state(folder)
+
+    return train(20, _accelerator(shards), after_step=after_step, **arguments)
+
+
+def _resumes(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, Any]:
+    steps: list[int] = []
+
+    def begin(accelerator: Accelerator) -> int:
+        accelerator.load_state(folder)
+        return 7
+
+    found = train(20, _accelerator(shards), begin=begin, after_step=lambda d, _: steps.append(d.num_steps), **arguments)
+    return found | {"steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "shards"),
+    [
+        pytest.param(2, OVERLAP, False, id="islands of one"),
+        pytest.param(4, OVERLAP | {"islands": 2}, False, id="islands of two"),
+        pytest.param(4, OVERLAP, True, id="islands of shards", marks=FSDP2_ON_CPU),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(
+    num_ranks: int, arguments: dict[str, Any], shards: bool, tmp_path: Path
+) -> None:
+    without = run_on_ranks(_saves, num_ranks, str(tmp_path / "state"), arguments, shards)
+    resumed = run_on_ranks(_resumes, num_ranks, str(tmp_path / "state"), arguments, shards)
+    for rank, (first, second) in enumerate(zip(without, resumed, strict=True)):
+        assert second["steps"] == list(range(8, 21))
+        assert equal(first["inside"], second["inside"]), f"rank {rank} inside of the context"
+        assert equal(first["after"], second["after"]), f"rank {rank} after it"
+
+
+def test_other_islands_continue(tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    run_on_ranks(_saves, 2, folder, OVERLAP, False)
+    for islands in (4, 2):  # more islands, and islands of two processes that divide the outer weights
+        ranks = run_on_ranks(_resumes, 4, folder, OVERLAP | {"islands": islands}, False)
+        assert ranks[0]["steps"] == list(range(8, 21))
+        assert all(equal(found["after"], ranks[0]["after"]) for found in ranks)
+        assert len({tuple(found["inside"][0].flatten().tolist()) for found in ranks}) == islands
+
+
+def _alone(folder: str) -> str:
+    def after_step(diloco: DiLoCo, step: int) -> None:
+        if diloco.accelerator.is_main_process and step == 0:
+            with pytest.raises(RuntimeError, match="on the main process alone, inside of DiLoCo"):
+                diloco.accelerator.save_state(folder)
+
+    train(1, after_step=after_step, inner_steps=2, fragments=1)
+    return "trained"
+
+
+def test_a_save_on_the_main_process_alone_is_refused(tmp_path: Path) -> None:
+    assert run_on_ranks(_alone, 2, str(tmp_path / "state")) == ["trained"] * 2
+
+
+def _without(folder: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.save_state(folder)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with DiLoCo(accelerator, model, inner_steps=2, fragments=1) as diloco:
+        optimizer.step()
+        accelerator.load_state(folder)
+        assert diloco.num_steps == 0
+    return [*before, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def test_a_checkpoint_of_a_run_without_it_is_a_beginning(tmp_path: Path) -> None:
+    for found in run_on_ranks(_without, 2, str(tmp_path / "state")):
+        assert equal(found[:2], found[2:])

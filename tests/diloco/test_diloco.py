@@ -1,0 +1,213 @@
+"""Islands train as a plain loop over several models does, bit for bit where the sums allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
+from tests.diloco.training import Network, batch, equal, plain, train, weights_of
+from tests.ranks import run_on_ranks
+from tests.torch_needed import FSDP2_ON_CPU, needs_torch
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"inner_steps": 4, "compression": "none", "fragments": 1, "overlap": False},
+    "int8": {"inner_steps": 4, "compression": "int8", "fragments": 2, "overlap": False},
+    "2 bits": {"inner_steps": 4, "compression": "2bit", "fragments": 1, "overlap": False, "kind": "adamw"},
+    "overlap": {"inner_steps": 6, "compression": "int8", "fragments": 3, "overlap": True, "overlap_steps": 3},
+    "muon": {"inner_steps": 4, "compression": "2bit", "fragments": 2, "overlap": False, "kind": "muon"},
+    "bf16": {"inner_steps": 4, "compression": "int8", "fragments": 2, "overlap": False, "dtype": torch.bfloat16},
+}
+
+
+def _train(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return train(num_steps, **arguments)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[needs_torch("2.9", "there is no Muon")] * (case == "muon")) for case in CASES]
+)
+def test_islands_of_one_process_train_as_a_plain_loop(case: str) -> None:
+    arguments = CASES[case]
+    ranks = run_on_ranks(_train, 2, 15, arguments)
+    expected = plain(15, 2, **arguments)
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], expected["inside"][rank]), f"rank {rank} inside of the context"
+        assert equal(found["after"], expected["after"]), f"rank {rank} after it"
+    assert not equal(ranks[0]["inside"], ranks[1]["inside"])  # islands did train apart
+
+
+def test_the_bytes_that_leave_are_counted() -> None:
+    (found, _) = run_on_ranks(_train, 2, 8, CASES["int8"])
+    sizes = [33 * 6, 33, 5 * 33, 5]
+    scales = sum(4 * -(-size // 256) for size in sizes)
+    assert found["sent"] == 2 * (sum(sizes) + scales) + 4 * sum(sizes)  # two rounds, and the mean at the end
+
+
+def test_islands_of_two_processes_reduce_gradients_inside() -> None:
+    arguments = CASES["plain"] | {"islands": 2}
+    ranks = run_on_ranks(_train, 4, 10, arguments)
+    expected = plain(10, 2, size=2, **CASES["plain"])
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 2 * 2]["inside"]), "an island's replicas are equal"
+        assert equal(found["after"], ranks[0]["after"])
+        for own, other in zip(found["inside"], expected["inside"][rank // 2], strict=True):
+            torch.testing.assert_close(own, other)
+
+
+def _train_shards(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return train(num_steps, Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config), **arguments)
+
+
+@FSDP2_ON_CPU
+def test_islands_of_shards_reduce_gradients_inside() -> None:
+    arguments: dict[str, Any] = CASES["plain"] | {"kind": "adamw"}
+    ranks = run_on_ranks(_train_shards, 4, 10, arguments)
+    expected = plain(10, 2, size=2, **arguments)
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 2 * 2]["inside"]), "an island has one model"
+        assert equal(found["after"], ranks[0]["after"])
+        for own, other in zip(found["inside"], expected["inside"][rank // 2], strict=True):
+            torch.testing.assert_close(own, other)
+    assert not equal(ranks[0]["inside"], ranks[2]["inside"])
+
+
+class Partly(torch.nn.Module):
+    """A model with running statistics, and a layer that not every batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.used, self.unused = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 5), torch.nn.Linear(6, 5)
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        """Scores of five classes."""
+        outputs = self.used(self.norm(inputs))
+        return outputs + self.unused(inputs) if uses_all else outputs
+
+
+def _features() -> dict[str, Any]:
+    """Weighted losses in windows of several micro-batches, BatchNorm, and parameters that a rank doesn't use."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    model: Any = Partly()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    counts: list[int] = []
+    used, has_unused = torch.zeros(0), False
+    rank = accelerator.process_index
+    with DiLoCo(accelerator, model, inner_steps=4, islands=2, fragments=1, compression="none", overlap=False) as diloco:
+        for step in range(6):
+            with accelerator.accumulate(model):
+                inputs, targets = batch(step, rank)
+                size = 2 + (rank + step) % 3
+                outputs = model(inputs[:size], rank < 2)
+                loss = torch.nn.functional.cross_entropy(outputs, targets[:size], reduction="sum")
+                accelerator.backward(loss, weight=size)
+                if accelerator.sync_gradients:
+                    used = model.module.used.weight.grad.clone()
+                    has_unused = model.module.unused.weight.grad is not None
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+                counts.append(diloco.num_steps)
+        running = model.module.norm.running_mean.clone()
+    return {
+        "counts": counts,
+        "gradient": used,
+        "has_unused": has_unused,
+        "inside": running,
+        "after": model.module.norm.running_mean.clone(),
+        "weights": weights_of(model),
+    }
+
+
+def test_a_step_stays_inside_of_its_island() -> None:
+    ranks = run_on_ranks(_features, 4)
+    for rank, found in enumerate(ranks):
+        first = ranks[rank // 2 * 2]
+        assert found["counts"] == [0, 1, 1, 2, 2, 3]  # updates, not micro-batches
+        assert torch.equal(found["gradient"], first["gradient"])
+        assert found["has_unused"] == (rank < 2)  # the other island is not asked whether it uses them
+        assert equal(found["weights"], ranks[0]["weights"])
+        assert torch.equal(found["after"], ranks[0]["after"])
+    assert not torch.equal(ranks[0]["gradient"], ranks[2]["gradient"])
+    assert not torch.equal(ranks[0]["inside"], ranks[2]["inside"])
+
+
+def _train_stages(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    config = ParallelismConfig(pp_size=2, dp_replicate_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    torch.manual_seed(0)
+    whole = Network()
+    model = torch.nn.Sequential(whole.first, torch.nn.Tanh(), whole.second)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    island = accelerator.mesh.place("dp_replicate")
+    with DiLoCo(accelerator, model, **arguments) as diloco:
+        for step in range(num_steps):
+            accelerator.pipeline_step(model, batch(step, island), torch.nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return {"inside": inside, "after": accelerator.get_state_dict(model), "island": island}
+
+
+def test_islands_of_pipelines_reduce_gradients_inside() -> None:
+    arguments = CASES["plain"]
+    ranks = run_on_ranks(_train_stages, 4, 10, arguments)
+    expected = plain(10, 2, kind="adamw", **arguments)
+    for found in ranks:
+        for name in ("inside", "after"):
+            right = expected["inside"][0] if name == "inside" else expected["after"]
+            for own, other in zip(found[name].values(), right, strict=False):  # the main process has all, others none
+                torch.testing.assert_close(own, other)
+    assert ranks[0]["inside"]
+
+
+class Cut(torch.nn.Module):
+    """Two layers that tensor parallelism cuts, and one that it doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(6, 32), torch.nn.Linear(32, 5)
+        self.norm = torch.nn.LayerNorm(5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Scores of five classes."""
+        return self.norm(self.second(torch.tanh(self.first(inputs))))
+
+
+def _train_cut() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    model = Cut()
+    parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    island = accelerator.mesh.place("dp_replicate")
+    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, compression="2bit") as diloco:
+        for step in range(7):
+            inputs, targets = batch(step, island)
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = weights_of(model)
+    return {"inside": inside, "after": weights_of(model)}
+
+
+def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
+    ranks = run_on_ranks(_train_cut, 4)
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 2 * 2]["inside"])
+        assert equal(found["after"], ranks[0]["after"])
+    assert not equal(ranks[0]["inside"], ranks[2]["inside"])

@@ -1,0 +1,90 @@
+"""What can't be combined with DiLoCo is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator, DiLoCo, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration
+from tests.ranks import run_on_ranks
+
+HOOK = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+V1, V2 = (FullyShardedDataParallelPlugin(fsdp_version=version) for version in (1, 2))
+
+#: What a run is made with, the arguments of DiLoCo, and words of the error.
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "parts": ({"batch_parts": 2}, {}, ("batch_parts with DiLoCo",)),
+    "hook": ({"kwargs_handlers": [HOOK]}, {}, ("communication hook", "Leave one of them out")),
+    "compared": (
+        {"project_config": ProjectConfiguration(compare_replicas="raise")},
+        {},
+        ("compare_replicas='raise'",),
+    ),
+    "flat shards": ({"fsdp_plugin": V1}, {}, ("DiLoCo over FlatShard", "Prepare the model for DDP")),
+    "one island": ({"fsdp_plugin": V2}, {}, ("all 2 processes are one island", "dp_replicate_size")),
+    "one island of replicas": ({}, {"islands": 1}, ("all 2 processes are one island",)),
+    "three islands": ({}, {"islands": 3}, ("2 processes can't be divided into 3 islands",)),
+    "compression": ({}, {"compression": "fp4"}, ("compression='fp4'", "'int8', '2bit'")),
+    "steps": ({}, {"inner_steps": 0}, ("inner_steps=0", "at least 1")),
+    "fragments": ({}, {"inner_steps": 2, "fragments": 3}, ("fragments=3, inner_steps=2",)),
+    "share": ({}, {"kept": 1.0}, ("kept=1.0",)),
+}
+
+
+def _refused(names: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        options, given, _ = ASKED[name]
+        arguments: dict[str, Any] = {"inner_steps": 4, "fragments": 1} | given
+        accelerator = Accelerator(cpu=True, **options)
+        model = torch.nn.Linear(4, 4)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            DiLoCo(accelerator, model, **arguments)
+            found.append("trained")
+        except ValueError as error:
+            found.append(str(error))
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("names", [[name for name in ASKED if name not in ("parts",)], ["parts"]], ids=["", "parts"])
+def test_what_cannot_be_combined_is_refused_by_name(names: list[str]) -> None:
+    for found in run_on_ranks(_refused, 2, names):
+        for name, message in zip(names, found, strict=True):
+            assert all(words in message for words in ASKED[name][2]), f"{name}: {message}"
+
+
+def _unprepared() -> None:
+    DiLoCo(Accelerator(cpu=True), torch.nn.Linear(4, 4))
+
+
+def _made() -> None:
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
+    DiLoCo(Accelerator(cpu=True), torch.nn.Linear(4, 4), outer_optimizer=optimizer)
+
+
+def _float64() -> None:
+    accelerator = Accelerator(cpu=True)
+    DiLoCo(accelerator, accelerator.prepare(torch.nn.Linear(4, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(_unprepared, r"accelerator\.prepare"), (_made, "Give a function"), (_float64, "float32")],
+)
+def test_a_model_or_optimizer_that_does_not_fit_is_refused(function: Callable[[], None], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_on_ranks(function, 2)
+
+
+def test_one_process_trains_as_without_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    with DiLoCo(accelerator, accelerator.prepare(model)) as diloco:
+        diloco.step()
+    assert (diloco.num_steps, diloco.bytes_sent) == (1, 0)
