@@ -188,6 +188,13 @@ def test_a_wrong_weight_would_be_noticed() -> None:
     assert min(run_on_ranks(unweighted, 2)) > 1e-6
 
 
+class Cloned(nn.Sequential):
+    """Layers whose output is no view, which FSDP would warn of."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).clone()
+
+
 def gradients_on_a_mesh(sizes: tuple[int, ...], axes: dict[str, int]) -> list[torch.Tensor]:
     """The gradients of each update under FSDP 2, of parameters as a whole."""
     set_seed(0)
@@ -199,7 +206,8 @@ def gradients_on_a_mesh(sizes: tuple[int, ...], axes: dict[str, int]) -> list[to
         parallelism_config=config,
         dataloader_config=DataLoaderConfiguration(balance=True),
     )
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model: Any = Cloned(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model.tp_plan = {"0": "colwise", "2": "rowwise"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     dataset: Any = Numbered(30).values
     size = GLOBAL_BATCH // accelerator.mesh.data_share().count

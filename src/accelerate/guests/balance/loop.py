@@ -100,7 +100,7 @@ class Balance(LoopHook):
         if loss is None:
             reason = "forward and backward in one call, before which a rank can't measure"
         elif run is not None and run.has_lomo_optimizer:
-            reason = "an optimizer that steps during backward, whose gradients aren't weighted"
+            reason = "a LOMO optimizer, because it doesn't weight its gradients"
         if reason:
             raise PreparationError(f"balance=True with {reason}. Change that, or leave balance out.")
         self._is_checked = True
