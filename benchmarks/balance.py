@@ -5,7 +5,8 @@
     python benchmarks/balance.py --hold sleep            on a machine that computes something else
 
 The slow rank is in a control group with a quota of CPU time, if this process may make one. Otherwise it is stopped and
-continued in turn, 10 ms at a time. With ``--hold sleep`` both ranks also sleep for each row, the slow one longer.
+continued in turn, 10 ms at a time. With ``--hold sleep`` the model is tiny, and both ranks sleep for each row, the slow
+one longer.
 
 The two kinds of run alternate, and the first epoch, in which ranks measure, doesn't count. The figure of a kind is its
 fastest epoch, because other programs only make epochs slower.
@@ -43,9 +44,10 @@ def _rank(rank: int, port: int, options: argparse.Namespace, is_balanced: bool, 
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(balance=is_balanced))
-    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    width = 8 if options.hold == "sleep" else WIDTH
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.ReLU())]
     model: Any = nn.Sequential(*layers)
-    data: Any = TensorDataset(torch.randn(ROWS * options.updates, WIDTH))
+    data: Any = TensorDataset(torch.randn(ROWS * options.updates, width))
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(data, ROWS // 2)
     )
