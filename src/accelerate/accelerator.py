@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any, Generic, Literal, SupportsFloat, TypeAlias, TypeVar, final, overload
@@ -40,6 +40,7 @@ from .parallel.replaceable import ReplaceableSteps
 from .plugins.handlers import GradientAccumulationPlugin
 from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
+from .settings.option import options_of
 from .state import AcceleratorState
 from .training import elastic_batch
 from .training.accumulation import GradientState, WindowContext
@@ -234,6 +235,7 @@ class Accelerator(ReplaceableSteps):
         self.precision = construction.precision(
             label, self.settings, self.world, plugins, self._handlers, function_in_use, parameter_dtype
         )
+        self.dataloader_config.balance |= self.settings.data.balance  # the launcher's
         self.settings.data, self.settings.project = self.dataloader_config, self.project_configuration
         accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(run.gradient_accumulation_steps)
         self.settings.accumulation, self.gradient_state = accumulation, GradientState.create(accumulation)
@@ -981,6 +983,7 @@ class Accelerator(ReplaceableSteps):
         require_role(data_loader, Role.LOADER)
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return _register(self._dataloaders, data_loader)
+        options = [option.name for option in options_of(type(self.dataloader_config)) if not option.guest]
         prepared = function_in_use("prepare_data_loader")(
             data_loader,
             self.device,
@@ -992,7 +995,7 @@ class Accelerator(ReplaceableSteps):
             torch_device_mesh=self.torch_device_mesh,
             gradient_state=self.gradient_state,
             share=self.mesh.data_share(),
-            **{option.name: getattr(self.dataloader_config, option.name) for option in fields(self.dataloader_config)},
+            **{name: getattr(self.dataloader_config, name) for name in options},
         )
         self.strategy.configure_loader(prepared)
         return _register(self._dataloaders, prepared)

@@ -479,7 +479,7 @@ def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:
         check_is_there("checks", "ProjectConfiguration(compare_replicas='raise')")
     options: PreemptionOptions = held.settings.preemption
     asked = options if preemption is None and options.save_on_signal else preemption
-    for hook in loop_hooks(run, {"preemption": asked}):
+    for hook in loop_hooks(run, {"preemption": asked, "balance": held.dataloader_config.balance or None}):
         hooks.add(hook)
 
 

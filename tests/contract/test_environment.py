@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "ACCELERATE_GRADIENT_CLIPPING ACCELERATE_DOWNCAST_BF16 ACCELERATE_TORCH_DEVICE ACCELERATE_CPU_AFFINITY",
     "preemption": "ACCELERATE_SAVE_ON_SIGNAL ACCELERATE_GRACE_SECONDS ACCELERATE_NOTICE_FILE ACCELERATE_NOTICE_URL",
     "batch_parts": "ACCELERATE_BATCH_PARTS",
+    "data": "ACCELERATE_BALANCE",
     "fingerprints": "ACCELERATE_FINGERPRINT_EVERY",
     "paradigm": "ACCELERATE_USE_DEEPSPEED ACCELERATE_USE_FSDP ACCELERATE_USE_PARALLELISM_CONFIG "
     "ACCELERATE_USE_MEGATRON_LM ACCELERATE_USE_SAGEMAKER",
@@ -140,7 +141,8 @@ SHORT_FLAGS = {"-m": "module", "-q": "quiet", "-t": "tee"}
 SWITCHES = (
     "quiet module no_python debug cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic "
     "dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm same_network "
-    "tpu_use_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval preflight slurm_wait save_on_signal"
+    "tpu_use_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval preflight slurm_wait save_on_signal "
+    "balance"
 )
 
 # Defaults of a launched run that the documentation states.

@@ -114,6 +114,10 @@ def test_all_others_work_without(name: str, tmp_path: Path) -> None:
 #: What an Accelerator says that is asked for something of a guest that isn't there: guest -> a script, and how it asks.
 ASKED = {
     "preemption": ("import os\nos.environ['ACCELERATE_SAVE_ON_SIGNAL'] = 'true'\nAccelerator(project_dir='.')",),
+    "balance": (
+        "from accelerate.utils import DataLoaderConfiguration\n"
+        "Accelerator(dataloader_config=DataLoaderConfiguration(balance=True))",
+    ),
     "monitor": ("Accelerator().watch_run()",),
     "checks": (
         "Accelerator().compare_replicas()",
@@ -138,6 +142,7 @@ def test_who_asks_for_a_guest_that_is_not_there_is_told(name: str, asked: str, t
     [
         ("fault_tolerance", ["--keep_replicas", "1"]),
         ("fault_tolerance", ["--min_replicas", "2"]),
+        ("balance", ["--balance"]),
         ("pretend", ["--pretend", "8"]),
         ("deepspeed", ["--use_deepspeed"]),
         ("megatron", ["--use_megatron_lm"]),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import accumulate, chain, islice
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -109,11 +110,16 @@ class BatchSamplerShard(OverBatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        #: How many rows of a global batch each process gets, if they differ. A pass keeps those it began with.
+        self.sizes: tuple[int, ...] = ()
 
     @property
     def batches_per_step(self) -> int:
         """The number of the batch sampler's batches that all processes use in one step."""
         return 1 if self.split_batches else self.num_processes
+
+    def _sizes_of(self, num_rows: int) -> tuple[int, ...]:
+        return self.sizes or (num_rows // self.num_processes,) * self.num_processes
 
     @property
     def num_first_batches(self) -> int:
@@ -171,7 +177,8 @@ class BatchSamplerShard(OverBatchSampler):
         return self._assign_batches(remaining)
 
     def _assign_batches(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
-        take = self._part_of if self.split_batches else self._whole_batch
+        is_cut = self.split_batches or bool(self.sizes)
+        take = partial(self._part_of, self._sizes_of(self.batch_size)) if is_cut else self._whole_batch
         steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
         size = self.batches_per_step
         step_batches = list(islice(remaining.batches, size))
@@ -195,9 +202,10 @@ class BatchSamplerShard(OverBatchSampler):
         """
         steps, batches, samples = position.steps, position.batches, position.samples
         per_step = self.batch_size * self.batches_per_step
-        per_rank = per_step // self.num_processes
-        coverage = full_coverage(per_rank, self.num_processes)
-        places = torch.arange(self.process_index * per_rank, (self.process_index + 1) * per_rank, device="cpu")
+        sizes = self._sizes_of(per_step)
+        start, per_rank = sum(sizes[: self.process_index]), sizes[self.process_index]
+        coverage = BatchCoverage(sizes, sizes)
+        places = torch.arange(start, start + per_rank, device="cpu")
         # The fingerprint of the global batch needs its last indices.
         num_last = min(self.batch_size, FINGERPRINT_LENGTH)
         offsets = torch.cat([places, torch.arange(per_step - num_last, per_step, device="cpu")])
@@ -217,11 +225,10 @@ class BatchSamplerShard(OverBatchSampler):
             order.finish()
         if not rest or self.drop_last:
             return
-        num_full, part = divmod(rest, per_rank)
-        valid = ((per_rank,) * num_full + (part,) + (0,) * self.num_processes)[: self.num_processes]
+        valid = _valid_rows(rest, sizes)
         if self.even_batches:
             taken = torch.where(places < rest, samples + places, (places - rest) % min(per_step, order.length))
-            coverage = BatchCoverage(valid, (per_rank,) * self.num_processes)
+            coverage = BatchCoverage(valid, sizes)
         else:
             taken = samples + places[places < rest]
             coverage = BatchCoverage(valid, valid, valid.count(0))
@@ -253,21 +260,25 @@ class BatchSamplerShard(OverBatchSampler):
         return padded[index], BatchCoverage(valid, tuple(num_samples_of(batch) for batch in padded))
 
     def _part_of(
-        self, step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], is_final: bool
+        self, sizes: tuple[int, ...], batches: list[Sequence[object]], first: list[Sequence[object]], is_final: bool
     ) -> tuple[Sequence[object], BatchCoverage] | None:
-        count, index, batch = self.num_processes, self.process_index, step_batches[0]
-        size = self.batch_size // count
-        num_valid = num_samples_of(batch)
-        if num_valid == self.batch_size:
-            return batch[index * size : (index + 1) * size], full_coverage(size, count)
+        batch = batches[0] if len(batches) == 1 else [*chain.from_iterable(batches)]
+        start = sum(sizes[: self.process_index])
+        end, num_rows, num_valid = start + sizes[self.process_index], sum(sizes), num_samples_of(batch)
+        if num_valid == num_rows:
+            return batch[start:end], BatchCoverage(sizes, sizes)
         if is_final and self.drop_last:
             return None
-        valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(count))
+        valid = _valid_rows(num_valid, sizes)
         if self.even_batches:
-            batch = padded_step([batch], first_batches[:1], 1, self.batch_size)[0]
-            return batch[index * size : (index + 1) * size], BatchCoverage(valid, (size,) * count)
-        part = batch[index * size : (index + 1) * size]
+            return padded_step([batch], first, 1, num_rows)[0][start:end], BatchCoverage(valid, sizes)
+        part = batch[start:end]
         return (part, BatchCoverage(valid, valid, valid.count(0))) if num_samples_of(part) else None
+
+
+def _valid_rows(num_valid: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of ``num_valid`` rows, which come first, are in each part of these sizes."""
+    return tuple(min(max(num_valid - end + size, 0), size) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
 def _full_step_coverage(sizes: list[int]) -> BatchCoverage:
@@ -439,8 +450,8 @@ class IterableDatasetShard(IterableDataset[Any]):
                 if read_first is not None:
                     first = read_first()
                 padded = samples + [first[added % len(first)] for added in range(total - num_valid)]
-                valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(self.num_processes))
-                coverage = BatchCoverage(valid, (size,) * self.num_processes)
+                sizes = (size,) * self.num_processes
+                coverage = BatchCoverage(_valid_rows(num_valid, sizes), sizes)
                 yield from padded[start : start + size - 1]
                 yield LastItem(padded[start + size - 1], coverage)
 

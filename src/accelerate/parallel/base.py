@@ -193,7 +193,7 @@ class Strategy(ABC):
         return contexts
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
     ) -> None:
         """Accumulate the gradients of ``loss / num_steps``, scaled if there is a gradient scaler."""
         if num_steps != 1:
@@ -210,7 +210,7 @@ class Strategy(ABC):
         loss_function: LossFunction,
         *,
         scaler: torch.amp.GradScaler | None,
-        num_steps: int,
+        num_steps: float,
         synchronises: bool,
     ) -> torch.Tensor:
         """Accumulate the gradients of one micro-batch's loss, and return the loss."""

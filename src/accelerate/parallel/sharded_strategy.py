@@ -47,7 +47,7 @@ class ShardedStrategy(Strategy, ABC):
         self._units.clear()
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
     ) -> None:
         """Accumulate the gradients of ``loss / num_steps``; the loss may miss replicated parameters on some ranks.
 

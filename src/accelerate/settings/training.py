@@ -48,6 +48,11 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
     token_budget: int | None = option(
         None, "Make batches of at most so many tokens, instead of a number of samples.", minimum=1
     )
+    balance: bool = option(
+        False,
+        "Let ranks measure their speeds, and read more or fewer samples of each global batch from the next epoch on.",
+        env="ACCELERATE_BALANCE", key="balance", flag="--balance", switch=True, quiet=True, guest="balance",
+    )  # fmt: skip
     length_of: Callable[[Any], int] | Sized | str | None = option(
         None,
         "The number of tokens of a sample: a function of it, all lengths, or the name of a column.",

@@ -42,7 +42,7 @@ ROWS: Final = (
     Group("kubernetes", KubernetesOptions, exported=False),
     Group("ray", RayOptions, exported=False),
     Group("compile", DynamoOptions, "", ("dynamo_plugin",), "TorchDynamoPlugin", decided=True),
-    Group("data", DataLoaderOptions, "", ("dataloader_config",), "DataLoaderConfiguration", exported=False),
+    Group("data", DataLoaderOptions, "", ("dataloader_config",), "DataLoaderConfiguration"),
     Group("project", ProjectOptions, "", ("project_config",), "ProjectConfiguration", exported=False),
     Group(
         "accumulation", AccumulationOptions, "", ("gradient_accumulation_plugin",), "GradientAccumulationPlugin",

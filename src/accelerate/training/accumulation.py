@@ -87,6 +87,8 @@ class GradientState:
     loaders: RunningLoaders
     #: The number of ``step`` calls of prepared optimizers, without those inside an incomplete window.
     num_step_calls: int
+    #: The weight of this rank's mean losses, whose mean over all ranks is 1; it differs if their batches do.
+    mean_weight: float
     awaits_step: bool  # a backward has run since the last of these calls
     hooks: LoopHooks  # of this state's training loop
     #: Set while the update of a gradient scaler waits for optimizers that haven't stepped; called with True before a
@@ -117,6 +119,7 @@ class GradientState:
         gradient_state._restored_open = False
         gradient_state._num_backwards = gradient_state.num_step_calls = 0
         gradient_state.awaits_step = False
+        gradient_state.mean_weight = 1
         gradient_state.update_scaler = None
         gradient_state.hooks = LoopHooks()
         gradient_state.scaled_optimizers = weakref.WeakSet()
@@ -214,8 +217,8 @@ class GradientState:
             self._window, self.protects_gradients = window, protects_gradients
             self.sync_gradients = sync_gradients if window is None else window.is_complete
 
-    def note_backward(self, loss: object = None, weight: object = None) -> int:
-        """Count a backward in the current micro-batch; return the number of micro-batches that divides its loss.
+    def note_backward(self, loss: object = None, weight: object = None) -> float:
+        """Count a backward in the current micro-batch; return the number that divides its mean loss.
 
         Args:
             loss: None if it isn't known before the backward.
@@ -230,7 +233,7 @@ class GradientState:
         if self._window is not None:
             self._window.has_gradients = True
         self.protects_gradients = not self.sync_gradients
-        return self.plugin_kwargs.get("num_steps", 1)
+        return self.plugin_kwargs.get("num_steps", 1) / self.mean_weight
 
     def finish_window(self) -> None:
         """Make a pending update of the gradient scaler now, instead of before the next backward."""

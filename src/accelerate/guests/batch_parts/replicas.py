@@ -113,7 +113,7 @@ class PartReplicas(Strategy):
     # -- a step --------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int | None = None, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float | None = None, **kwargs: Any
     ) -> None:
         """Accumulate the gradients of ``loss``; at the end of the window, sum those of all parts.
 

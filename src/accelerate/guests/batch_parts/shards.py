@@ -121,7 +121,7 @@ class PartShards(FullyShardStrategy):
         return self._is_last
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int | None = None, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float | None = None, **kwargs: Any
     ) -> None:
         """Accumulate the gradients of ``loss``; at the end of the window they are those of all parts.
 

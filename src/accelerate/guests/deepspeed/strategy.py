@@ -269,7 +269,7 @@ class DeepSpeed(Strategy):
         return engine.no_boundary() if engine is not None and engine.engine is model else nullcontext()
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: object
     ) -> None:
         """Accumulate the gradients of ``loss / num_steps``; the engine steps when the window is complete."""
         if self.engine is None:

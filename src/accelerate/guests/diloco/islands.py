@@ -158,6 +158,7 @@ def check(run: Accelerator, model: nn.Module) -> None:
     refused: dict[str, object] = {
         "batch_parts": strategy.sums_gradients,
         "--keep_replicas": run.world.members is not None,
+        "balance": run.dataloader_config.balance,
         "fp16, with a loss scale of each island (bf16 works),": run.scaler is not None,
         "ProjectConfiguration(compare_replicas='raise')": project.compare_replicas == "raise",
         "a communication hook of DistributedDataParallelKwargs": handler is not None

@@ -68,7 +68,7 @@ class KeptReplicas(Strategy):
         return model
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
     ) -> None:
         """Accumulate the gradients of ``loss``; at the end of the window, average them over all its samples."""
         state = self.options.gradient_state

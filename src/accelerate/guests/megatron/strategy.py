@@ -182,7 +182,7 @@ class Megatron(Strategy):
     # -- training ------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: object
     ) -> None:
         """Do nothing, because the forward was a full training step."""
 

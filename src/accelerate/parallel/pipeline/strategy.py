@@ -322,7 +322,7 @@ class Pipeline(Strategy):
     # -- training ------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: object
     ) -> None:
         """Raise: ``pipeline_step`` includes the backward pass."""
         raise PreparationError(
@@ -338,7 +338,7 @@ class Pipeline(Strategy):
         loss_function: LossFunction,
         *,
         scaler: torch.amp.GradScaler | None,
-        num_steps: int,
+        num_steps: float,
         synchronises: bool,
     ) -> torch.Tensor:
         """Accumulate gradients on every stage, average them if the update is complete, and return the loss."""
