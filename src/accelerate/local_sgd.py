@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
-__getattr__: Callable[[str], Any] = names_from(__name__, __package__, {"guests.diloco.local_sgd": "LocalSGD"})
+__getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", {"guests.diloco.local_sgd": "LocalSGD"})
