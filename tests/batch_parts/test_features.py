@@ -236,6 +236,64 @@ def with_another_buffer() -> None:
             accelerator.backward(F.cross_entropy(model(rows), targets))
 
 
+def with_an_assigned_buffer() -> None:
+    class Following(Dense):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(6))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.seen = 0.9 * self.seen + inputs.mean(0)
+            return super().forward(inputs)
+
+    _train(Following())
+
+
+def with_a_renormalised_weight() -> None:
+    class Renormalised(Dense):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Embedding(4, 6, max_norm=0.1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs + self.seen(torch.zeros(len(inputs), dtype=torch.long)))
+
+    _train(Renormalised())
+
+
+def _train(net: nn.Module) -> None:
+    accelerator, _, _, loader = prepared()
+    model: Any = accelerator.prepare(net)
+    for rows, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(rows), targets))
+
+
+def with_plain_backward() -> None:
+    accelerator, model, optimizer, loader = prepared()
+    for rows, targets in loader:
+        with accelerator.accumulate(model):
+            F.cross_entropy(model(rows), targets).backward()
+            optimizer.step()
+
+
+def left_inside() -> None:
+    accelerator, model, _, loader = prepared()
+    for _ in range(2):
+        for rows, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(rows), targets))
+            break
+
+
+def saved_inside() -> None:
+    accelerator, model, _, loader = prepared()
+    for rows, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(rows), targets))
+        accelerator.save_state("never")
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(torch.ones(8, 6))
@@ -325,7 +383,14 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: adversaries(True), r"after an optimizer has stepped in the same micro-batch")
     ],
     "`SyncBatchNorm`": [(lambda: prepared()[0].prepare(nn.SyncBatchNorm(3)), r"SyncBatchNorm")],
-    "other buffers that `forward()` changes": [(with_another_buffer, r"changes buffers while it trains: seen")],
+    "other buffers that `forward()` changes": [
+        (with_another_buffer, r"while it trains: buffer seen"),
+        (with_an_assigned_buffer, r"while it trains: buffer seen"),
+    ],
+    "weights that `forward()` changes": [(with_a_renormalised_weight, r"while it trains: weight seen")],
+    "`loss.backward()`": [(with_plain_backward, r"Call accelerator.backward\(loss\) instead of loss.backward\(\)")],
+    "a loop that is left inside an update": [(left_inside, r"was left after some of them")],
+    "checkpoints inside an update": [(saved_inside, r"save_state\(\) inside an update of 6 parts")],
     "sparse gradients": [(sparse_gradients, r"A gradient is sparse")],
     "optimizers with a closure, such as LBFGS": [(closures, r"in the closure of an optimizer's step")],
     "LOMO": [(lomo, r"Lomo with batch_parts=6")],

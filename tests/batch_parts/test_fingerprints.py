@@ -121,3 +121,37 @@ def test_no_value_of_a_state_brings_an_address_or_an_order_of_this_process_into_
         for seed in ("1", "2", "3")
     }
     assert len(said) == 1
+
+
+def noisy(layout: str) -> str:
+    """Draw in the step, and from it to the next batch; weights have fewer rows than there are ranks."""
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
+                    with torch.no_grad():
+                        local.add_(torch.randn(()) * 0.01)
+            return super().step(closure)
+
+    accelerator = Accelerator(cpu=True, batch_parts=4, **layout_options(layout))
+    set_seed(3)
+    net: Any = torch.nn.Linear(6, 1)
+    optimizer: Any = Noisy(net.parameters(), lr=0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(16), batch_size=2))  # pyright: ignore[reportUnknownVariableType]
+    for rows, _ in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward((net(rows) * (1 + torch.rand(()))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and not accelerator.use_distributed:
+            torch.rand(5)  # what is drawn here doesn't change what the parts draw
+    return accelerator.fingerprint()
+
+
+def test_noise_of_the_optimizer_is_that_of_the_update_and_small_weights_have_fingerprints() -> None:
+    (expected,) = run_on_ranks(noisy, 1, "replicas")
+    assert run_on_ranks(noisy, 2, "replicas") == [expected] * 2
+    assert run_on_ranks(noisy, 2, "fsdp2") == [expected] * 2
+    assert run_on_ranks(noisy, 4, "fsdp2") == [expected] * 4

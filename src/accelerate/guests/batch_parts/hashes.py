@@ -152,6 +152,8 @@ def _rows_hash(tensor: torch.Tensor) -> bytes:
 
 def _row_hashes(tensor: torch.Tensor) -> bytes:
     """Return the hashes of the rows of dimension 0, one after the other."""
+    if not tensor.numel():
+        return b""
     rows = tensor.detach().cpu().contiguous()
     rows = rows.reshape(rows.shape[0] if rows.ndim else 1, -1).view(torch.uint8)
     return b"".join(hashlib.sha256(memoryview(row)).digest() for row in rows.numpy())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @final
 @option_group
-class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_", flag=""):
+class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_", key="", flag=""):
     """The division of each update's global batch into parts, so that any number of ranks computes the same bits."""
 
     batch_parts: int | None = option(
@@ -30,7 +30,7 @@ class BatchPartsOptions(OptionGroup, title="Parts of a batch", env="ACCELERATE_"
 
 @final
 @option_group
-class FingerprintOptions(OptionGroup, title="Fingerprints", env="ACCELERATE_", flag=""):
+class FingerprintOptions(OptionGroup, title="Fingerprints", env="ACCELERATE_", key="", flag=""):
     """The file of fingerprints, for a comparison of two runs update by update."""
 
     fingerprint_every: int | None = option(

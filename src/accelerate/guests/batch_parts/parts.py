@@ -13,6 +13,7 @@ from ...data_loader.random_streams import SampleSeed
 from ...distributed.random import HOST_STREAMS, synchronize_rng_states
 from ...distributed.world import World
 from ...errors import PreparationError, SettingError
+from ...modules import is_sharded
 from ...seams import LoopHook
 from .exchange import Division
 from .hashes import fingerprint
@@ -43,7 +44,13 @@ class Parts(LoopHook):
         self._run: Any = lambda: None
         self._streams = PartStreams(world.kind)
         self._statistics: list[RunningStatistics] = []
-        self._other_buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: By name the values of a model before its first update: (model, value, the tensor's version).
+        self._values: dict[str, tuple[torch.nn.Module, torch.Tensor, int]] = {}
+        self._models: list[torch.nn.Module] = []  # whose values are kept when the first part begins
+        self._number = 0  # of the part in the epoch
+        self._num_begun = 0  # batches of all loops
+        self._last_backward: tuple[object, int, int] | None = None  # loader, step and batch
+        self._is_complete = self._has_step_streams = False  # the gradients of this micro-batch's update; its streams
         self._step_calls = 0  # of optimizers when the part began
         self._is_stepping = False  # an optimizer is
         self._is_due = False  # statistics of a complete update have not been applied
@@ -98,9 +105,7 @@ class Parts(LoopHook):
             PreparationError: the model normalises over ranks.
         """
         statistics = RunningStatistics(model, self.division, self._share.group)
-        updated = set(map(id, statistics.buffers()))
-        others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in updated}
-        self._other_buffers.update({name: (buffer, buffer.detach().clone()) for name, buffer in others.items()})
+        self._models.append(model)
         if statistics:
             self._statistics.append(statistics)
 
@@ -125,7 +130,8 @@ class Parts(LoopHook):
     def release(self) -> None:
         """Drop all references to prepared models."""
         self._statistics.clear()
-        self._other_buffers.clear()
+        self._values.clear()
+        self._models.clear()
 
     # -- what is refused -----------------------------------------------------------------------------------
 
@@ -158,6 +164,16 @@ class Parts(LoopHook):
                 f"backward() in the closure of an optimizer's step, with batch_parts={count}: the closure has only the "
                 "last part of an update. Use an optimizer that needs no closure (not LBFGS), or leave batch_parts out."
             )
+        loader, per_rank = state.loaders.active, self.division.per_rank
+        step = getattr(getattr(loader, "progress", None), "batch_info", None)
+        place, last = (loader, 0 if step is None else step.steps - 1, self._num_begun), self._last_backward
+        if last is not None and self.is_open() and place[0] is last[0] and place[2] != last[2]:
+            if place[1] % per_rank == 0 and last[1] % per_rank != per_rank - 1:
+                raise PreparationError(
+                    f"An update of {count} parts was left after some of them, and this batch begins another one. Leave "
+                    "a loop after a step, where accelerator.sync_gradients is true."
+                )
+        self._last_backward = place
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if ``optimizer`` doesn't wait for the sums of all parts.
@@ -192,17 +208,29 @@ class Parts(LoopHook):
         Raises:
             PreparationError: a forward pass has changed a buffer whose values would depend on the number of ranks.
         """
-        self._is_due = bool(self._statistics)
-        if not self._other_buffers:
+        self._is_due, self._is_complete = bool(self._statistics), True
+        if not self._values:
             return
-        changed = [name for name, (buffer, before) in self._other_buffers.items() if not torch.equal(buffer, before)]
-        self._other_buffers.clear()  # once: a model that changes buffers does it in its first update
+        changed = [name for name, kept in self._values.items() if _has_changed(name, *kept)]
+        self._values.clear()  # once: a model that changes them does it in its first update
         if changed:
             raise PreparationError(
-                f"The model changes buffers while it trains: {', '.join(changed[:5])}. Each rank would change its own, "
-                "so they would depend on the number of ranks. Only the running statistics of normalisation layers "
-                "follow the parts in their order. Leave batch_parts out, or compute these values outside of forward()."
+                f"The model changes buffers or weights while it trains: {', '.join(changed[:5])}. Each rank would "
+                "change its own, so they would depend on the number of ranks. Only the running statistics of "
+                "normalisation layers follow the parts in their order. Leave batch_parts out, or compute these values "
+                "outside of forward()."
             )
+
+    def _keep_values(self) -> None:
+        """Keep the values that a forward pass must not change: buffers, and weights that aren't sharded."""
+        updated = {id(buffer) for statistics in self._statistics for buffer in statistics.buffers()}
+        for model in self._models:
+            buffers = {f"buffer {name}": one for name, one in model.named_buffers() if id(one) not in updated}
+            weights = {f"weight {name}": one for name, one in model.named_parameters() if not is_sharded(one)}
+            for name, one in (buffers | weights).items():
+                value = one.detach().clone() if name in buffers else one
+                self._values[name] = model, value, one._version
+        self._models.clear()
 
     # -- the points of a loop ------------------------------------------------------------------------------
 
@@ -217,12 +245,16 @@ class Parts(LoopHook):
         root, batch_info = parts_of(loader), loader.progress.batch_info
         if root is None or batch_info is None:
             return
+        if root.trains and self._models:
+            self._keep_values()
         step = batch_info.steps - 1
+        self._is_complete = self._has_step_streams = False
+        self._number, self._num_begun = root.number_of(step), self._num_begun + 1
         if step % self.division.per_rank == 0:
             self._apply_statistics()
             for statistics in self._statistics if root.trains else ():
                 statistics.round += 1
-        self._streams.begin_part(loader, root.number_of(step))
+        self._streams.begin_part(loader, self._number)
         self._step_calls, self._is_stepping = self.run.gradient_state.num_step_calls, False
 
     def end_pass(self, loader: object) -> None:
@@ -234,8 +266,22 @@ class Parts(LoopHook):
         self._streams.end_pass(loader)
 
     def before_step(self, optimizer: object) -> None:
-        """Note that backward passes come from a closure."""
+        """Set the random streams of the update; note that backward passes come from a closure.
+
+        Raises:
+            PreparationError: gradients come from a backward pass that didn't exchange them.
+        """
         self._is_stepping = True
+        if not self._has_step_streams:  # another optimizer of the same update goes on with them
+            self._has_step_streams = True
+            self._streams.begin_step(self._number // self.division.count)
+        groups = getattr(optimizer, "param_groups", ())
+        if not self._is_complete and any(one.grad is not None for group in groups for one in group["params"]):
+            raise PreparationError(
+                f"An optimizer steps with gradients that no accelerator.backward() of this batch has completed, with "
+                f"batch_parts={self.division.count}: each rank would use its own. Call accelerator.backward(loss) "
+                "instead of loss.backward()."
+            )
 
     def after_step(self, optimizer: object) -> None:
         """Drop what the update has used, and apply its statistics."""
@@ -288,3 +334,12 @@ class Parts(LoopHook):
             self._is_due = False
             for statistics in self._statistics:
                 statistics.apply()
+
+
+def _has_changed(name: str, model: torch.nn.Module, before: torch.Tensor, version: int) -> bool:
+    """Return whether ``name`` has another value than before; of a weight, whether it was written to."""
+    kind, _, path = name.partition(" ")
+    now = dict(model.named_buffers() if kind == "buffer" else model.named_parameters()).get(path)
+    if now is None or now is before:
+        return now is None or now._version != version
+    return now.shape != before.shape or not torch.equal(now, before)

@@ -60,7 +60,7 @@ class PartReplicas(Strategy):
             )
         self.retry: Retryable | None = None
         self.parts: Parts = Parts(world, world)
-        self.parts.is_open = lambda: any(one.num_parts and one.own is None for one in self._windows.values())
+        self.parts.is_open = lambda: any(one.micro_batch and one.own is None for one in self._windows.values())
         self.parts.drop = self._drop
         self._windows: dict[object, _Window] = {}
         #: By the key of a window and the number of prepared models: the parameters of the window's models.

@@ -22,6 +22,8 @@ from ...distributed.random import (
 
 #: Makes the seeds of parts other numbers than those of samples, which follow from the same seed.
 _OF_PARTS: Final = 0x7061727473
+#: The same for those of updates.
+_OF_UPDATES: Final = 0x75706474
 
 
 @final
@@ -41,10 +43,18 @@ class PartStreams:
 
     def begin_part(self, loader: PreparedLoader, number: int) -> None:
         """Set the streams for the part with ``number`` in the epoch of ``loader``."""
-        assert loader.sample_seed is not None, "the loader got one when it was divided"
         if not any(running is loader for running, _ in self._saved):
             self._saved.append((loader, capture_rng_states()))
-        value = derived_seed(loader.sample_seed.value ^ _OF_PARTS, loader.progress.epoch, number)
+        self._seed(loader, _OF_PARTS, number)
+
+    def begin_step(self, number: int) -> None:
+        """Set the streams for the step of the update with ``number`` in the epoch: the same on all ranks."""
+        if self._saved:
+            self._seed(self._saved[-1][0], _OF_UPDATES, number)
+
+    def _seed(self, loader: PreparedLoader, kind: int, number: int) -> None:
+        assert loader.sample_seed is not None, "the loader got one when it was divided"
+        value = derived_seed(loader.sample_seed.value ^ kind, loader.progress.epoch, number)
         seed_host_streams(value)
         if self._seed_device is not None:
             self._seed_device(value)
