@@ -148,6 +148,7 @@ VENDOR_FILES: Final = (
 STATE_FILES: Final = ("state.py", "test_utils/")
 
 OLD_ADDRESSES: Final = (
+    "local_sgd.py",
     "__init__.py", "utils/", "launchers.py", "parallelism_config.py", "memory_utils.py",
     "optimizer.py", "scheduler.py", "offload.py", "mesh.py", "estimate.py",
     "commands/config_args.py", "commands/utils.py", "commands/menu.py", "commands/config/config.py",
@@ -237,7 +238,7 @@ FUNCTION_LIMIT: Final = 60
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
 CORE_LIMIT: Final = (42_483, 311)
-GUESTS_LIMIT: Final = (23_636, 195)
+GUESTS_LIMIT: Final = (23_770, 195)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

@@ -66,6 +66,35 @@ def test_left_out_secrets_are_asked_for(
 
 
 @needs_rewind
+def test_each_left_out_secret_is_asked_for(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(recorded)
+    assert main(["run", "--", "--api_key", "abc"]) == 2
+    assert "--index_url" in capsys.readouterr().err
+
+
+def test_an_empty_record_and_one_without_its_end_are_told(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(recorded / "run", copied)
+    lock = copied / "run.lock.json"
+    whole = lock.read_bytes()
+    assert main([str(copied), "--verify_only"]) == 0
+    assert "It has no end" not in capsys.readouterr().out
+    lock.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    assert main([str(copied), "--verify_only"]) == 0
+    assert "It has no end: the program was killed, still runs, or its last entries" in capsys.readouterr().out
+    lock.write_bytes(whole.replace(b"\n", b"\r\n"))
+    assert main([str(copied), "--verify_only"]) == 1
+    assert "line ends of run.lock.json were converted" in capsys.readouterr().out
+    lock.write_bytes(b"")
+    assert main([str(copied), "--verify_only"]) == 1
+    assert "it was emptied" in capsys.readouterr().out
+
+
+@needs_rewind
 def test_a_script_that_is_gone_is_named_with_its_copy(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate.errors import SettingError
+from accelerate.guests.rewind import bisect_command, replay_command
 from accelerate.guests.rewind.condition import Condition
 from accelerate.guests.rewind.rerun import RerunError, split_command
 from accelerate.guests.rewind.run_folder import Log, Recorded, RunFolder
@@ -160,3 +161,39 @@ def test_the_first_difference_in_the_order_of_computation_is_named() -> None:
     assert found is not None and found.what == "the input 0" and found.samples == [5]
     found = first_difference([same], [compared(1, 2, 3, 4, 5, samples=(5, 8))])
     assert found is not None and found.what == "the choice of samples" and found.samples == [8]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two folders, the second of them empty; the first has a log and the record of a command with a secret."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one" / "log.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
+    command = {"words": ["train.py", "--api_key", "***"], "folder": str(tmp_path)}
+    launch = {"kind": "launch", "launch": "a", "command": command, "ranks": 1}
+    (tmp_path / "one" / "run.lock.json").write_text(json.dumps(launch) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bisect", "one", "--when", "los > 3", "--", "train.py"], "no log has los. Did you mean loss?"),
+        (["bisect", "one", "--when", "", "--", "train.py"], "this is no condition"),
+        (["bisect", "one", "--script", "missing.py", "--", "train.py"], "there is no such file"),
+        (["bisect", "one", "--against", "two", "--", "train.py"], "there is nothing to compare"),
+        (["bisect", "one", "--against", "one", "--", "train.py"], "this is the run itself"),
+        (["bisect", "one", "--when", "loss > 3"], "leaves out arguments that look like secrets (***)"),
+        (["replay", "one", "--update", "2"], "leaves out arguments that look like secrets (***)"),
+        (["replay", "one", "--update", "2", "--until", "1", "--with", "lr=1"], "it is before --update 2"),
+        (["replay", "one", "--update", "2", "--until", "3"], "it ends a branch, and none is made"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_any_replay(
+    words: list[str], said: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(runs)
+    main = {"bisect": bisect_command.main, "replay": replay_command.main}[words[0]]
+    assert main(words[1:]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "Replaying" not in shown and "Traceback" not in shown

@@ -15,6 +15,7 @@ from ...distributed.world import World
 from ...errors import PreparationError, SettingError
 from ...modules import is_sharded
 from ...seams import LoopHook
+from ...torch_private.modules import num_changes
 from .exchange import Division
 from .hashes import fingerprint
 from .loaders import divide, parts_of
@@ -167,12 +168,12 @@ class Parts(LoopHook):
         loader, per_rank = state.loaders.active, self.division.per_rank
         step = getattr(getattr(loader, "progress", None), "batch_info", None)
         place, last = (loader, 0 if step is None else step.steps - 1, self._num_begun), self._last_backward
-        if last is not None and self.is_open() and place[0] is last[0] and place[2] != last[2]:
-            if place[1] % per_rank == 0 and last[1] % per_rank != per_rank - 1:
-                raise PreparationError(
-                    f"An update of {count} parts was left after some of them, and this batch begins another one. Leave "
-                    "a loop after a step, where accelerator.sync_gradients is true."
-                )
+        is_another = last is not None and place[0] is last[0] and place[2] != last[2]
+        if last is not None and is_another and self.is_open() and place[1] % per_rank == 0 != (last[1] + 1) % per_rank:
+            raise PreparationError(
+                f"An update of {count} parts was left after some of them, and this batch begins another one. Leave a "
+                "loop after a step, where accelerator.sync_gradients is true."
+            )
         self._last_backward = place
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -229,7 +230,7 @@ class Parts(LoopHook):
             weights = {f"weight {name}": one for name, one in model.named_parameters() if not is_sharded(one)}
             for name, one in (buffers | weights).items():
                 value = one.detach().clone() if name in buffers else one
-                self._values[name] = model, value, one._version
+                self._values[name] = model, value, num_changes(one)
         self._models.clear()
 
     # -- the points of a loop ------------------------------------------------------------------------------
@@ -341,5 +342,5 @@ def _has_changed(name: str, model: torch.nn.Module, before: torch.Tensor, versio
     kind, _, path = name.partition(" ")
     now = dict(model.named_buffers() if kind == "buffer" else model.named_parameters()).get(path)
     if now is None or now is before:
-        return now is None or now._version != version
+        return now is None or num_changes(now) != version
     return now.shape != before.shape or not torch.equal(now, before)

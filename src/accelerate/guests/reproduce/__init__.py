@@ -37,4 +37,5 @@ GUEST: Final = Guest(
         ),
     ),
     runs=(f"{__name__}:attach",),
+    functions={"masked_arguments": f"{__name__}.masking:masked_arguments"},
 )

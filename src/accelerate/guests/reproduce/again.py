@@ -60,7 +60,8 @@ def words_of(launch: Entry, given: Sequence[str]) -> list[str]:
         where = "what --write_code FOLDER writes" if is_kept else f"commit {launch['code'].get('commit', 'unknown')}"
         raise SettingError(f"The script {script} is no longer there. Put it back from {where}.")
     left_out = [word for word in words if MASK in word]
-    if left_out and not given:
+    names = {word.partition("=")[0] for word in given}
+    if left_out and not names.issuperset(_without_masks(words)[1]):
         raise SettingError(
             f"The record leaves out arguments that look like secrets ({' '.join(_without_masks(words)[1])}). Give them "
             "after --, such as -- --api_key VALUE."

@@ -40,6 +40,7 @@ def explain(recorded: Entry, now: Entry, update: int, facts: Sequence[str]) -> l
     order = _ORDERS["start" if is_start else "weights" if list(facts) == ["weights"] else "data"]
     found = differences(recorded, now)
     kinds = [kind for kind in order if kind in found]
+    kinds.sort(key=lambda kind: kind != "layout" or recorded["ranks"] == now["ranks"])  # another number was asked for
     if kinds:
         first, *others = kinds
         lines = [f"Likely cause: {_WHAT[first]}.", *(f"  {line}" for line in found[first])]

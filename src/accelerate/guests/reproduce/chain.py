@@ -68,6 +68,8 @@ def read_chain(path: Path) -> Chain:
         unread = []
         chain.entries.append(entry)
         chain.head = entry["hash"]
+    if any(line.endswith(b"\r") for line in lines):
+        chain.problems.append(f"The line ends of {path.name} were converted (CRLF), so its hashes don't fit.")
     if unread and rest and not any(_OWN_HASH.search(one) for one in (*lines, rest)[unread[0] - 1 :]):
         chain.notes.append(_TORN.format(path.name, _listed(unread)))
     elif unread:

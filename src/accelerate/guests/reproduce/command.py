@@ -63,9 +63,12 @@ def reproduce_command(args: argparse.Namespace) -> int:
             "Accelerator(project_dir=...) names."
         )
     chain = read_chain(path)
+    if not chain.entries and not chain.notes:
+        chain.problems.append(f"{path} has no entries: it was emptied.")
+    is_whole = not chain.problems
     check_files(project, chain)
     runs = runs_of(chain.entries)
-    _print_state(path, chain, runs)
+    _print_state(path, chain, runs, is_whole)
     if (args.verify_only and args.write_code is None) or chain.problems:
         return 1 if chain.problems else 0
     if not runs:
@@ -83,15 +86,17 @@ def reproduce_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_state(path: Path, chain: Chain, runs: Sequence[RecordedRun]) -> None:
+def _print_state(path: Path, chain: Chain, runs: Sequence[RecordedRun], is_whole: bool) -> None:
     """Print the numbers of entries of the record, and its problems."""
     counts = [len(runs), *(sum(len(getattr(run, name)) for run in runs) for name in ("launches", "checkpoints"))]
     words = (("run", "runs"), ("launch", "launches"), ("checkpoint", "checkpoints"))
     shown = ", ".join(f"{number} {by_number(number, *word)}" for number, word in zip(counts, words, strict=True))
-    state = "was changed" if chain.problems else "is whole"
+    state = "is whole" if is_whole else "was changed"
     print(f"{path}: {shown}. The record {state}, and ends with {chain.head[:16]}.")
     for line in (*chain.problems, *chain.notes):
         print(f"  {line}")
+    if runs and not runs[-1].has_end:
+        print("  It has no end: the program was killed, still runs, or its last entries were removed.")
     for number, run in enumerate(runs, 1):
         for update in run.repeated:
             print(f"  Run {number}: two launches have computed update {update} with different results.")

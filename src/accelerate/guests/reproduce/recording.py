@@ -95,6 +95,7 @@ class Recorder(LoopHook):
         self._resumed: dict[str, object] | None = None
         self._unwritten: dict[str, Any] | None = None  # the checkpoint that is being written
         self._process_id = os.getpid()
+        self._has_ended = False  # since the last update
         atexit.register(_end, ref(self))
 
     # -- the loop ------------------------------------------------------------------------------------------
@@ -178,11 +179,17 @@ class Recorder(LoopHook):
     def record_point(self, kind: str) -> None:
         """Record the weights after this update, unless they were."""
         run = self._run()
-        if run is not None and self._file is not None and self.updates != self._last:
+        is_end = kind == "end" and not self._has_ended
+        if run is not None and self._file is not None and (self.updates != self._last or is_end):
+            self._has_ended = kind == "end"
             self._last, self._next = self.updates, next_mark(self.updates)
             self._settle()
             weights = fingerprint(weights_of(run._models))
             self._append(kind, is_durable=kind == "end", updates=self.updates, weights=weights, **_position(run))
+
+    def record_failure(self, error: object) -> None:
+        """Record that the program ended with an error."""
+        self._append("failure", updates=self.updates, error=type(error).__name__)
 
     def _settle(self) -> None:
         """Record the checkpoint that was being written, if it is complete."""
@@ -245,7 +252,9 @@ def _manifest_hash(folder: str) -> str:
 
 def _end(reference: ref[Recorder]) -> None:
     """Record the last weights at the interpreter's exit, if the script hasn't, and it didn't fail."""
-    recorder = reference()
-    if recorder is not None and getattr(sys, "last_value", None) is None:
+    recorder, error = reference(), getattr(sys, "last_value", None)
+    if recorder is not None and error is None:
         recorder.end_run()
         recorder.write()
+    elif recorder is not None:
+        recorder.record_failure(error)

@@ -33,10 +33,12 @@ class RecordedRun:
     """A run: its launches, its points and its checkpoints.
 
     Attributes:
+        has_end: whether the last entry tells how the program ended.
         repeated: updates that two launches have computed with different results.
     """
 
     launches: list[Entry]
+    has_end: bool = False
     points: Points = field(default_factory=dict[int, dict[str, Any]])
     checkpoints: list[Entry] = field(default_factory=list[Entry])
     repeated: list[int] = field(default_factory=list[int])
@@ -48,6 +50,7 @@ class RecordedRun:
 
     def add(self, entry: Entry) -> None:
         """Take an entry of one of the launches."""
+        self.has_end = entry["kind"] in ("end", "failure")
         if entry["kind"] == "checkpoint":
             self.checkpoints.append(entry)
         if "weights" in entry:

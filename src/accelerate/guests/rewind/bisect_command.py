@@ -22,6 +22,9 @@ _DESCRIPTION: Final = (
     "The run's files don't change. The run's command follows after --, unless its folder has a run.lock.json."
 )
 
+#: In the words of a record: a part that looks like a secret, and was left out.
+_MASK: Final = "***"
+
 
 def bisect_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate bisect``."""
@@ -65,6 +68,12 @@ def search_of(run: Path, command: Sequence[str], num_processes: int | None, work
 
     folder = RunFolder(run)
     recorded = folder.recorded
+    left_out = [] if command or recorded is None else [word for word in recorded.words if _MASK in word]
+    if left_out:
+        raise SettingError(
+            f"{run}: its record leaves out arguments that look like secrets ({' '.join(left_out)}). Give the whole "
+            "command after --, such as -- train.py --api_key VALUE."
+        )
     if not command and (recorded is None or not recorded.words):
         raise SettingError(
             f"{run} doesn't say how the run was started: it has no run.lock.json. Give the command after --, such as "
@@ -84,7 +93,7 @@ def bisect_command(args: argparse.Namespace) -> int:
     """Search, print the result, and return 0 if the update was found, 1 if the condition never holds."""
     from .condition import Condition
 
-    condition = Condition.parse(args.when) if args.when else None
+    condition = None if args.when is None else Condition.parse(args.when)
     with tempfile.TemporaryDirectory(prefix="accelerate_bisect_") as name:
         search = search_of(args.run, args.script_args, args.num_processes, Path(name))
         if condition is not None:
@@ -107,7 +116,7 @@ def as_text(found: Found, args: argparse.Namespace, search: Search) -> str:
     if number is None:
         lines.append(("First update", "none"))
     else:
-        lines += [("First update", f"{number} ({_numbers(found.values)})")]
+        lines += [("First update", f"{number} ({_numbers(found.values)})" if found.values else str(number))]
         if found.before:
             lines.append(("The other run" if args.against else "Update before", _numbers(found.before)))
     lines.append(("Found by", found.how))

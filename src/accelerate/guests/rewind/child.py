@@ -139,7 +139,8 @@ class Replay(LoopHook):
     def give_up(self) -> None:
         """Write the facts of an update in which the script has failed."""
         self.update += not self._is_open
-        self._file.write(json.dumps({"update": self.update, **self.observer.facts(self.update), "logged": {}}) + "\n")
+        facts = {"update": self.update, **self.observer.facts(self.update), "logged": {}, "has_failed": True}
+        self._file.write(json.dumps(facts) + "\n")
         self._file.close()
 
     def end_process(self) -> None:
@@ -168,7 +169,8 @@ def change(run: Accelerator, changes: Mapping[str, float]) -> None:
     for name, value in changes.items():
         groups = [group for optimizer in run._optimizers for group in optimizer.param_groups if name in group]
         if not groups:
-            raise RerunError(f"--with {name}={value}: no optimizer has such an option. Change the script's arguments.")
+            known = {str(key) for one in run._optimizers for group in one.param_groups for key in group} - {"params"}
+            raise RerunError(f"--with {name}={value}: no optimizer has such an option. They have {', '.join(known)}.")
         factor = value / groups[0][name] if groups[0][name] else 1.0
         for group in groups:
             group[name] = value

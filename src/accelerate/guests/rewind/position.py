@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import SettingError
+from ...seams import function_of, guests
 from .equality import is_written
 from .rerun import Request, RerunError, split_command
-from .run_folder import path_of, updates_of
+from .run_folder import LOCK, path_of, updates_of
 
 if TYPE_CHECKING:
     from .search import Search
@@ -69,6 +70,9 @@ def open_at(
     if samples:
         from ...nested import send_to_device
 
+        outside = [sample for sample in samples if not -len(loader.dataset) <= sample < len(loader.dataset)]
+        if outside:
+            raise SettingError(f"--samples {outside[0]}: the data set has {len(loader.dataset)} samples, from 0 on.")
         rows = [loader.dataset[sample] for sample in samples]
         names["batch"] = send_to_device(loader.collate_fn(rows), names["accelerator"].device)
     return names
@@ -126,24 +130,40 @@ def branch(
     """Run on from the state before an update with something changed, into a folder that says where it comes from.
 
     Raises:
-        SettingError: the folder is there.
+        SettingError: the folder is there, or no sample to be left out is drawn.
+        RerunError: the script failed before the update.
     """
     if folder.exists():
         raise SettingError(f"{folder} is there already. Give another folder for the branch (--branch).")
     state = state_before(search, update)
     updates = search.replay(state, until, without_samples=list(without_samples), changes=dict(changes or {}))
-    folder.mkdir(parents=True)
     assert search.last is not None, "replayed above"
+    if not any(one.number >= update and not one.ranks[0].get("has_failed") for one in updates):
+        raise RerunError(f"The script failed before the end of update {update}. Its last lines:\n{search.last.output}")
+    drawn = {
+        sample
+        for one in updates
+        for rank in one.ranks
+        for batch in rank.get("batches", ())
+        for sample in batch["samples"]
+    }
+    absent = sorted(set(without_samples) - drawn) if drawn else []
+    if absent:
+        raise SettingError(
+            f"--without_samples {','.join(map(str, absent))}: no such sample is in updates {update} to "
+            f"{updates[-1].number}, so leaving it out changes nothing there."
+        )
+    folder.mkdir(parents=True)
     written = search.last.mirrored(search.run.path)
     for path in written.rglob("*"):
-        if path.is_file() and is_written(path, search.last):
+        if path.is_file() and path.name != LOCK and is_written(path, search.last):  # the record is that of the run
             target = folder / path.relative_to(written)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
     origin = {
         "run": str(search.run.path.resolve()),
         "update": update,
-        "command": list(search.command),
+        "command": _without_secrets(search.command),
         "without_samples": list(without_samples),
         "with": dict(changes or {}),
     }
@@ -151,6 +171,14 @@ def branch(
     lines = [{"step": step, **values} for one in updates for step, values in one.logged.items()]
     lines = lines or [{"step": one.number, **one.values} for one in updates]
     (folder / _LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _without_secrets(command: Sequence[str]) -> list[str]:
+    """Return the command as a record has it; without the guest that knows secrets, the script alone."""
+    if "reproduce" not in guests():
+        return split_command(command)[1][:1]
+    masked: list[str] = function_of("reproduce", "masked_arguments", "A branch")(command)
+    return masked
 
 
 def notebook(run: Path, update: int, command: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def replay_command(args: argparse.Namespace) -> int:
     """Open the run, write a notebook, or run on; return 0."""
     from .position import branch, notebook, open_at
 
+    if args.until is not None and (args.until < args.update or not (args.without_samples or args.changes)):
+        why = (
+            f"it is before --update {args.update}" if args.until < args.update else "it ends a branch, and none is made"
+        )
+        raise SettingError(f"--until {args.until}: {why}. Give a later one with --with or --without_samples.")
     if args.to_notebook is not None:
         if args.to_notebook.exists():
             raise SettingError(f"--to_notebook {args.to_notebook}: there is such a file. Give another name.")

@@ -18,7 +18,7 @@ from ...errors import SettingError
 from ...names import CHECKPOINTS_FOLDER
 from .condition import Condition
 
-_LOCK: Final = "run.lock.json"
+LOCK: Final = "run.lock.json"
 _FACTS: Final = ("packages", "machine", "variables", "switches")
 _NO_NUMBERS: Final = ("time", "step", "epoch", "total_steps", "eta_seconds")
 #: Numbers that differ between equal runs.
@@ -198,7 +198,7 @@ class Recorded:
         Args:
             only_last: leave out the fingerprints of launches before.
         """
-        path, entries = project / _LOCK, list[dict[str, Any]]()
+        path, entries = project / LOCK, list[dict[str, Any]]()
         for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
             with suppress(ValueError):  # a torn line
                 entries.append(json.loads(line))

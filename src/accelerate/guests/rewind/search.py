@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from ...checkpointing.series import Entry
-from .condition import Condition
+from ...errors import SettingError
+from ...settings.option import nearest
+from .condition import Condition, standard_name
 from .equality import Compared, compare, contents, differ, other_facts
 from .rerun import Observed, RerunError, rerun
 from .run_folder import RunFolder, path_of, updates_of
@@ -103,7 +105,17 @@ class Search:
     # -- a condition of numbers ------------------------------------------------------------------------
 
     def first(self, condition: Condition) -> Found:
-        """Return the first update at which a condition holds."""
+        """Return the first update at which a condition holds.
+
+        Raises:
+            SettingError: neither a log nor a replay has the number.
+        """
+        names = {standard_name(name) for log in self.run.logs for line in log.lines for name in line.values}
+        if names and condition.name not in (names := {"", "loss", "grad_norm", "lr", *names}):
+            meant = nearest(condition.name, names)
+            hint = f" Did you mean {meant}?" if meant else ""
+            known = ", ".join(sorted(names - {""}))
+            raise SettingError(f'--when "{condition.text}": no log has {condition.name}.{hint} There are {known}.')
         logs = sorted(self.run.logs, key=lambda log: log.tells(condition))
         log = logs[-1] if logs and logs[-1].tells(condition) else None
         before, hit = log.first(condition) if log is not None else (None, None)
@@ -175,7 +187,10 @@ class Search:
 
         Raises:
             RerunError: there is no checkpoint, or the newest one is good.
+            SettingError: the script isn't there.
         """
+        if not check.is_file():
+            raise SettingError(f"--script {check}: there is no such file.")
         entries = self.run.checkpoints
         if not entries:
             raise RerunError(f"--script {check}: {self.run.path} has no checkpoint, so it isn't known where to begin.")
@@ -211,7 +226,14 @@ class Search:
 
     def first_against(self, other: Search) -> Found:
         """Return the first update in which two runs differ; they should be equal."""
+        if self.run.path.resolve() == other.run.path.resolve():
+            raise SettingError(f"--against {other.run.path}: this is the run itself. Give the folder of another run.")
         until, equal_until, how = self._first_other(other)
+        if not until and not self._shares_anything(other):
+            raise SettingError(
+                f"--against {other.run.path}: no step of a log and no checkpoint of it is in {self.run.path} too, so "
+                "there is nothing to compare. Give the folder of a run that has got so far."
+            )
         if not until:
             return Found(None, "The logs and checkpoints of both runs are equal.")
         equal = [
@@ -231,6 +253,14 @@ class Search:
             return Found(None, f"{how} The replays of both are equal.", checks=checks)
         values, others = ({one.number: one.values for one in each} for each in (first, second))
         return Found(finding.update, how, values[finding.update], others[finding.update], finding, checks)
+
+    def _shares_anything(self, other: Search) -> bool:
+        """Return whether a logged step or a checkpoint is in both runs."""
+        steps = [
+            {(log.path.name, line.step) for log in run.logs for line in log.lines} for run in (self.run, other.run)
+        ]
+        updates = [set(map(updates_of, run.checkpoints)) for run in (self.run, other.run)]
+        return bool(steps[0] & steps[1] or updates[0] & updates[1])
 
     def _first_other(self, other: Search) -> tuple[dict[str, int], float, str]:
         """Return until when to replay both, the time until which they were equal, and how that is known.
