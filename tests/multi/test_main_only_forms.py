@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from accelerate.checkpointing.series import inspect
-from accelerate.guests.reproduce.chain import COPIES, LOCK
+from accelerate.guests.reproduce.chain import LOCK
 from accelerate.utils import ProjectConfiguration
 from tests.multi.test_main_only import Messages, prepared, step
 from tests.ranks import RankFailed, run_on_ranks
@@ -90,7 +90,7 @@ def test_training_goes_on_as_if_nothing_was_saved_and_all_ranks_load(tmp_path: P
     assert inspect(on_disk, contents=True).problem is None
     assert json.loads((on_disk / "manifest.json").read_text())["details"]["absent_ranks"] == [1]
     names = {"checkpoint_1"} if form == "numbered" else {f"checkpoint_{number}" for number in SAVED_AT}
-    assert {path.name for path in on_disk.parent.iterdir()} - {LOCK, COPIES} == names  # no leftovers
+    assert {path.name for path in on_disk.parent.iterdir()} - {LOCK} == names  # no leftovers
     loaded = run_on_ranks(train, 2, form, folder, False, last, timeout_seconds=LIMIT_SECONDS)
     assert [losses for losses, _ in loaded] == [losses[SAVED_AT[-1] :] for losses in undisturbed()]
     assert [len(said) for _, said in loaded] == [1, 0]

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.errors import CollectiveError, ReplicaError, ReplicaWarning, RunStopped
 from accelerate.guests.checks import replicas_of
-from accelerate.guests.reproduce.chain import COPIES, LOCK
+from accelerate.guests.reproduce.chain import LOCK
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import ProjectConfiguration
@@ -160,7 +160,7 @@ def test_a_save_says_that_replicas_differ(tmp_path: Path, action: Any) -> None:
         return [str(one.message) for one in found if one.category is ReplicaWarning], True
 
     said = run_on_ranks(on_rank, 2)
-    folders = {path.name for path in (tmp_path / action).iterdir()} - {LOCK, COPIES}
+    folders = {path.name for path in (tmp_path / action).iterdir()} - {LOCK}
     if action == "raise":
         assert said[0] == said[1] and "`0.weight`" in said[0][0][0] and not said[0][1]
         assert folders == {"good"}

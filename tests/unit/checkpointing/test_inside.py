@@ -354,6 +354,7 @@ PLACES: Final[dict[str, str]] = {
     "parallel/fsdp/files.py load_fsdp_model": OWN,
     "parallel/fsdp/files.py save_fsdp_model": OWN,
     "parallel/fsdp/files.py save_fsdp_optimizer": OWN,
+    "guests/diloco/state.py DiLoCoState.write": OWN,
 }
 #: Packages whose files are the user's configuration, the machine's, or of a run that this user has started.
 _OTHER_PACKAGES: Final = (

@@ -108,6 +108,7 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
             "reseed_workers",
             "already_sharded",
             "token_budget",
+            "balance",
             "length_of",
             "packed",
         ],

@@ -19,7 +19,7 @@ from accelerate.errors import SettingError
 from accelerate.guests.monitor.launch_page import check_shown, folder_of_launch, shown
 from accelerate.guests.monitor.loop_watch import ToldWatch
 from accelerate.guests.monitor.records import shown_command
-from accelerate.guests.reproduce.chain import COPIES, LOCK
+from accelerate.guests.reproduce.chain import LOCK
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
@@ -195,7 +195,7 @@ def test_a_second_accelerator_of_the_process_is_no_end_of_the_first(
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
     train(Accelerator(cpu=True, project_dir=str(tmp_path)), 20, losses=[])
-    assert {path.name for path in tmp_path.iterdir()} <= {LOCK, COPIES}  # the record of each run
+    assert {path.name for path in tmp_path.iterdir()} <= {LOCK}  # the record of each run
 
 
 def test_a_loop_that_nobody_watches_imports_no_monitor() -> None:
