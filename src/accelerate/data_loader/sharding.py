@@ -118,8 +118,10 @@ class BatchSamplerShard(OverBatchSampler):
         """The number of the batch sampler's batches that all processes use in one step."""
         return 1 if self.split_batches else self.num_processes
 
-    def _sizes_of(self, num_rows: int) -> tuple[int, ...]:
-        return self.sizes or (num_rows // self.num_processes,) * self.num_processes
+    @property
+    def rows_of_processes(self) -> tuple[int, ...]:
+        """How many rows of a global batch each process gets."""
+        return self.sizes or (self.batch_size * self.batches_per_step // self.num_processes,) * self.num_processes
 
     @property
     def num_first_batches(self) -> int:
@@ -178,7 +180,7 @@ class BatchSamplerShard(OverBatchSampler):
 
     def _assign_batches(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
         is_cut = self.split_batches or bool(self.sizes)
-        take = partial(self._part_of, self._sizes_of(self.batch_size)) if is_cut else self._whole_batch
+        take = partial(self._part_of, self.rows_of_processes) if is_cut else self._whole_batch
         steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
         size = self.batches_per_step
         step_batches = list(islice(remaining.batches, size))
@@ -202,7 +204,7 @@ class BatchSamplerShard(OverBatchSampler):
         """
         steps, batches, samples = position.steps, position.batches, position.samples
         per_step = self.batch_size * self.batches_per_step
-        sizes = self._sizes_of(per_step)
+        sizes = self.rows_of_processes
         start, per_rank = sum(sizes[: self.process_index]), sizes[self.process_index]
         coverage = BatchCoverage(sizes, sizes)
         places = torch.arange(start, start + per_rank, device="cpu")

@@ -139,10 +139,10 @@ class Balance(LoopHook):
         seconds = self._seconds_of_all(shard, clock.seconds_per_row())
         clock.reset()
         if min(seconds) > 0:
-            before = _sizes_of(shard)
+            before = shard.rows_of_processes
             set_sizes(shard, choose_sizes(before, seconds))
-            if _sizes_of(shard) != before:
-                self._tell(_sizes_of(shard))
+            if shard.rows_of_processes != before:
+                self._tell(shard.rows_of_processes)
 
     def _seconds_of_all(self, shard: BatchSamplerShard, own: float) -> list[float]:
         """Return the seconds per row by data-parallel rank, each of its slowest process; 0 if one is unknown."""
@@ -209,12 +209,6 @@ def set_sizes(shard: BatchSamplerShard, sizes: Sequence[int]) -> None:
     """Let the ranks read these numbers of rows from the next pass on; equal ones if they don't fit the global batch."""
     shard.sizes = ()
     is_equal = len(set(sizes)) == 1
-    fits = len(sizes) == shard.num_processes and sum(sizes) == sum(_sizes_of(shard)) and min(sizes) > 0
+    fits = len(sizes) == shard.num_processes and sum(sizes) == sum(shard.rows_of_processes) and min(sizes) > 0
     if fits and not is_equal and shard.batch_size == shard.batch_sampler.batch_size:
         shard.sizes = tuple(sizes)
-
-
-def _sizes_of(shard: BatchSamplerShard) -> tuple[int, ...]:
-    """Return the number of rows of a global batch that each rank reads."""
-    num_rows = shard.batch_size * shard.batches_per_step
-    return shard.sizes or (num_rows // shard.num_processes,) * shard.num_processes

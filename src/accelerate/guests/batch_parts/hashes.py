@@ -128,8 +128,9 @@ def _hash(name: str, tensor: torch.Tensor) -> bytes:
     if place is None:
         raise PreparationError(f"{name} has no whole rows on a rank ({tensor.placements}), so it has no fingerprint.")
     own = tensor.to_local()
-    hashed = _rows_hash(own)
-    if place.axis is not None:
+    if place.axis is None:
+        hashed = _rows_hash(own)
+    else:
         hashes = torch.zeros(place.num_rows * _BYTES, dtype=torch.uint8)
         if own.numel():
             mine = torch.frombuffer(bytearray(_row_hashes(own)), dtype=torch.uint8)

@@ -45,8 +45,8 @@ class Parts(LoopHook):
         self._run: Any = lambda: None
         self._streams = PartStreams(world.kind)
         self._statistics: list[RunningStatistics] = []
-        #: By name the values of a model before its first update: (model, value, the tensor's version).
-        self._values: dict[str, tuple[torch.nn.Module, torch.Tensor, int]] = {}
+        #: The models before their first update, with their values by name: (value, number of changes).
+        self._values: list[tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, int]]]] = []
         self._models: list[torch.nn.Module] = []  # whose values are kept when the first part begins
         self._number = 0  # of the part in the epoch
         self._num_begun = 0  # batches of all loops
@@ -212,7 +212,7 @@ class Parts(LoopHook):
         self._is_due, self._is_complete = bool(self._statistics), True
         if not self._values:
             return
-        changed = [name for name, kept in self._values.items() if _has_changed(name, *kept)]
+        changed = [name for model, before in self._values for name in self._changed_of(model, before)]
         self._values.clear()  # once: a model that changes them does it in its first update
         if changed:
             raise PreparationError(
@@ -223,15 +223,25 @@ class Parts(LoopHook):
             )
 
     def _keep_values(self) -> None:
-        """Keep the values that a forward pass must not change: buffers, and weights that aren't sharded."""
-        updated = {id(buffer) for statistics in self._statistics for buffer in statistics.buffers()}
+        """Keep the values that a forward pass must not change; of weights, which may be large, no copies."""
         for model in self._models:
-            buffers = {f"buffer {name}": one for name, one in model.named_buffers() if id(one) not in updated}
-            weights = {f"weight {name}": one for name, one in model.named_parameters() if not is_sharded(one)}
-            for name, one in (buffers | weights).items():
-                value = one.detach().clone() if name in buffers else one
-                self._values[name] = model, value, num_changes(one)
+            fixed = self._fixed_of(model).items()
+            copied = (
+                (name, one if isinstance(one, torch.nn.Parameter) else one.detach().clone(), one) for name, one in fixed
+            )
+            self._values.append((model, {name: (value, num_changes(one)) for name, value, one in copied}))
         self._models.clear()
+
+    def _fixed_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return what a forward pass must not change: buffers, and weights that aren't sharded."""
+        updated = {id(buffer) for statistics in self._statistics for buffer in statistics.buffers()}
+        fixed = {f"buffer {name}": one for name, one in model.named_buffers() if id(one) not in updated}
+        return fixed | {f"weight {name}": one for name, one in model.named_parameters() if not is_sharded(one)}
+
+    def _changed_of(self, model: torch.nn.Module, before: dict[str, tuple[torch.Tensor, int]]) -> list[str]:
+        """Return the names of buffers with other values than before, and of weights that were written to."""
+        now = self._fixed_of(model)
+        return [name for name, kept in before.items() if name not in now or _has_changed(now[name], *kept)]
 
     # -- the points of a loop ------------------------------------------------------------------------------
 
@@ -337,10 +347,7 @@ class Parts(LoopHook):
                 statistics.apply()
 
 
-def _has_changed(name: str, model: torch.nn.Module, before: torch.Tensor, version: int) -> bool:
-    """Return whether ``name`` has another value than before; of a weight, whether it was written to."""
-    kind, _, path = name.partition(" ")
-    now = dict(model.named_buffers() if kind == "buffer" else model.named_parameters()).get(path)
-    if now is None or now is before:
-        return now is None or num_changes(now) != version
+def _has_changed(now: torch.Tensor, before: torch.Tensor, count: int) -> bool:
+    if now is before:
+        return num_changes(now) != count
     return now.shape != before.shape or not torch.equal(now, before)
