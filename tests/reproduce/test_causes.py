@@ -62,6 +62,18 @@ def test_without_a_recorded_difference_the_kind_of_cause_is_named() -> None:
     assert "deterministic" in explain(LAUNCH, LAUNCH, 4, ["weights"])[0]
 
 
+def test_a_launch_from_a_checkpoint_is_compared_without_the_states_of_streams() -> None:
+    now = {**LAUNCH, "updates": 12, "seeds": {"torch_seed": "1", "python": "bb"}}
+    assert not differences(LAUNCH, now)
+    assert "register_for_checkpointing" in explain(LAUNCH, now, 16, ["weights"])[0]
+
+
+def test_the_number_of_threads_is_compared_however_it_was_set() -> None:
+    now = {**LAUNCH, "variables": {**LAUNCH["variables"], "OMP_NUM_THREADS": "1"}}
+    assert not differences(LAUNCH, now)
+    assert list(differences(LAUNCH, {**now, "machine": {"processor": "A", "threads": 2}})) == ["machine"]
+
+
 def test_points_of_both_runs_are_compared_in_order() -> None:
     one = {
         0: {"weights": "a"},

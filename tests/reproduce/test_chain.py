@@ -54,6 +54,27 @@ def test_a_line_that_is_removed_moved_or_added_shows(tmp_path: Path) -> None:
     assert read_chain(path).problems
 
 
+@pytest.mark.parametrize("added", [b"null\n", b"{}\n", b"[1]\n", b"a note\n", b'{"kind": "end"}\n'])
+def test_a_line_that_is_no_torn_entry_was_added(added: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.lock.json"
+    write(path, 1, 2)
+    one, two = path.read_bytes().splitlines(keepends=True)
+    for lines in (added + one + two, one + added + two, one + two + added):
+        path.write_bytes(lines)
+        assert read_chain(path).problems, lines
+
+
+@pytest.mark.parametrize("torn", [b'{"ki', b"\0\0\0\0", b'{"kind": "update", "upda'])
+def test_what_a_lost_disk_or_process_leaves_is_told_as_torn(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.lock.json"
+    write(path, 1, 2)
+    one, two = path.read_bytes().splitlines(keepends=True)
+    for lines in (one + torn + b"\n" + two, one + two + torn):
+        path.write_bytes(lines)
+        chain = read_chain(path)
+        assert not chain.problems and len(chain.notes) == 1, lines
+
+
 @pytest.mark.parametrize("left", [1, 20, 60, 100])
 def test_a_torn_last_line_is_told_and_the_lines_before_hold(left: int, tmp_path: Path) -> None:
     path = tmp_path / "run.lock.json"

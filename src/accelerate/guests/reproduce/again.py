@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -91,7 +91,7 @@ def run_again(
     given: Sequence[str],
     num_processes: int,
 ) -> tuple[RecordedRun | None, str]:
-    """Run the launch from a checkpoint, or from nothing, to the last point; return its record and its output.
+    """Run the launch from a checkpoint, or from nothing, to the last point; return its record and its last lines.
 
     Raises:
         SettingError: the launch can't be repeated.
@@ -102,20 +102,20 @@ def run_again(
     unset = {name: None for name in variables() if name not in recorded}
     fixed = {"OMP_NUM_THREADS": str(launch["machine"]["threads"]), "ACCELERATE_CONFIG_FILE": os.devnull}
     known = {entry["launch"] for entry in read_chain(project / LOCK).entries}
-    with env.patched(**unset):
+    with tempfile.TemporaryDirectory(prefix="accelerate_reproduce_") as name, env.patched(**unset):
         found = rerun(
             words,
             project=project,
             from_checkpoint=checkpoint,
             until_update=max(points),
             num_processes=num_processes,
+            folder=Path(name) / "replay",
             observe=f"{__name__}:PointObserver",
             options={"points": list(points)},
             environment={**recorded, **fixed},
             working_folder=launch["command"]["folder"],
         )
-    entries = read_chain(found.mirrored(Path(launch["project"]) / LOCK)).entries
-    shutil.rmtree(found.folder.parent, ignore_errors=True)  # its links to other files are removed, not followed
+        entries = read_chain(found.mirrored(Path(launch["project"]) / LOCK)).entries
     runs = runs_of(one | {"resumed": None} for one in entries if one["launch"] not in known and one["kind"] != "load")
     own = [run for run in runs if run.launches[0]["number"] == launch["number"]]
-    return (own[-1] if own else None), found.output
+    return (own[-1] if own else None), found.last_lines

@@ -29,9 +29,11 @@ _ORDERS: Final = {
 
 def differences(recorded: Entry, now: Entry) -> dict[str, list[str]]:
     """Return the differences between two launches in sentences, by kind."""
-    before = {**recorded, "code": recorded["code"]["files"], "layout": _layout(recorded), "data": _data(recorded)}
-    after = {**now, "code": now["code"]["files"], "layout": _layout(now), "data": _data(now)}
-    return {kind: found for kind in _WHAT if (found := _changes(kind, before[kind], after[kind]))}
+    before, after = map(_compared, (recorded, now))
+    found = {kind: _changes(kind, before[kind], after[kind]) for kind in _WHAT}
+    if recorded["updates"] != now["updates"]:
+        del found["seeds"]  # a stream's state at another update
+    return {kind: lines for kind, lines in found.items() if lines}
 
 
 def explain(recorded: Entry, now: Entry, update: int, facts: Sequence[str]) -> list[str]:
@@ -48,6 +50,11 @@ def explain(recorded: Entry, now: Entry, update: int, facts: Sequence[str]) -> l
         return lines + [f"  {line}" for kind in others for line in found[kind]]
     if is_start:
         return ["Likely cause: the start. The weights aren't drawn from a seed that the script sets."]
+    if recorded["updates"] < now["updates"]:
+        return [
+            "Likely cause: state that isn't in the checkpoint, such as a counter of the script. "
+            "register_for_checkpointing adds it. If the run is equal without --from_update, this is the cause."
+        ]
     if list(facts) != ["weights"]:
         return ["Likely cause: the data set, or its order. Code, files and seeds are equal."]
     return [
@@ -55,6 +62,13 @@ def explain(recorded: Entry, now: Entry, update: int, facts: Sequence[str]) -> l
         "samples between two fingerprints have changed, or hardware computes wrong. "
         "torch.use_deterministic_algorithms(True) makes torch name such an operation."
     ]
+
+
+def _compared(entry: Entry) -> dict[str, Any]:
+    """Return what is compared of a launch; the number of threads is a fact of the machine, however it was set."""
+    variables = {name: value for name, value in entry["variables"].items() if name != "OMP_NUM_THREADS"}
+    parts = {"code": entry["code"]["files"], "layout": _layout(entry), "data": _data(entry), "variables": variables}
+    return {**entry, **parts}
 
 
 def _layout(entry: Entry) -> dict[str, Any]:

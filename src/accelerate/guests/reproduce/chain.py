@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
@@ -29,6 +29,7 @@ except ImportError:  # Windows
 LOCK: Final = "run.lock.json"
 _OWN_HASH: Final = re.compile(rb', "hash": "([0-9a-f]{64})"\}')
 
+_START: Final = b'{"kind": "'
 _TORN: Final = "Line {1} of {0} is torn, because its process was killed while it wrote. The lines before it are whole."
 
 Entry = dict[str, Any]
@@ -63,8 +64,10 @@ def read_chain(path: Path) -> Chain:
             continue
         if entry["previous"] != chain.head:
             chain.problems.append(f"{path.name} was changed before line {number}.")
-        elif unread:
-            chain.notes.append(_TORN.format(path.name, _listed(unread)))
+        elif all(map(_is_torn, lines[number - 1 - len(unread) : number - 1])):
+            chain.notes += [_TORN.format(path.name, _listed(unread))] if unread else []
+        else:
+            chain.problems.append(f"Line {_listed(unread)} of {path.name} was added, or changed.")
         unread = []
         chain.entries.append(entry)
         chain.head = entry["hash"]
@@ -79,6 +82,14 @@ def read_chain(path: Path) -> Chain:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a line is the beginning of an entry; a disk that lost its power has zeros there."""
+    with suppress(ValueError):
+        json.loads(line)
+        return False  # the beginning of an object is no JSON
+    return not line.strip(b"\0") or (_START.startswith(line[: len(_START)]) and _OWN_HASH.search(line) is None)
 
 
 def _checked(line: bytes) -> Entry | None:

@@ -121,7 +121,7 @@ def _repeat(args: argparse.Namespace, project: Path, run: RecordedRun) -> int:
     since = "from nothing" if start is None else f"from {start['folder']} (update {first})"
     print(f"Running again {since} to update {last}, on {ranks} {by_number(ranks, 'rank', 'ranks')} ...", flush=True)
     checkpoint = None if start is None else project / start["folder"]
-    again, output = run_again(launch, project, checkpoint, points, args.script_args, ranks)
+    again, last_lines = run_again(launch, project, checkpoint, points, args.script_args, ranks)
     found = compare(run.points, {} if again is None else again.points, first, last)
     equal = f"{len(found.equal)} {by_number(found.equal, 'fingerprint', 'fingerprints')}"
     if again is not None and found.update is not None:
@@ -130,7 +130,7 @@ def _repeat(args: argparse.Namespace, project: Path, run: RecordedRun) -> int:
         print("\n".join(explain(launch, again.launches[0], found.update, found.facts)))
     elif found.missing:
         ended = "before its first update" if again is None else f"after update {max(again.points)} of {last}"
-        print(f"The script ended {ended}. Equal up to there: {equal}. Its last lines:\n{output}")
+        print(f"The script ended {ended}. Equal up to there: {equal}.{last_lines}")
     else:
         print(f"Equal: {equal}, from update {first} to update {last}.")
         return 0

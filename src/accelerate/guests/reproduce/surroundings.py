@@ -37,7 +37,7 @@ def variables() -> dict[str, str]:
     found = {
         name: masked(value, name)
         for name, value in sorted(env.snapshot().items())
-        if name in own or (name.startswith(_PREFIXES) and name not in secret)
+        if name in own or (name.startswith(_PREFIXES) and name not in secret and not name.endswith("_CACHE_DIR"))
     }
     defaults = encode_settings(Settings())  # a launcher sets them too
     return {name: value for name, value in found.items() if MASK not in value and defaults.get(name) != value}

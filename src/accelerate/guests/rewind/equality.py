@@ -72,8 +72,8 @@ def other_facts(run: RunFolder, replay: Observed) -> str:
     if other:
         return f"{'; '.join(sorted(other))}."
     return (
-        "What the run's files tell of versions is the same. The processor, its threads, the data or the script may be "
-        "other ones, or the hardware has erred."
+        "What the run's files tell of versions is the same. The script may keep state that isn't in its checkpoints. "
+        "The processor, its threads, the data or the script may be other ones, or the hardware has erred."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def open_at(
     folder = workspace / "opened"
     folder.mkdir()
     Request(str(Path(run).resolve()), "" if state is None else str(state.resolve())).write(folder)
-    names = _run_until(folder, split_command(search.command)[1])
+    names = _run_until(folder, split_command(search.command)[1], update)
     loader = names["loader"]
     if samples:
         from ...nested import send_to_device
@@ -78,7 +79,7 @@ def open_at(
     return names
 
 
-def _run_until(folder: Path, program: list[str]) -> dict[str, Any]:
+def _run_until(folder: Path, program: list[str], update: int) -> dict[str, Any]:
     """Run the program until its first pass over a loader begins, and return its names."""
     from . import child
 
@@ -96,7 +97,10 @@ def _run_until(folder: Path, program: list[str]) -> dict[str, Any]:
     finally:
         sys.modules["__main__"], sys.argv[:] = main, arguments
     if not hooks or not names:
-        raise RerunError(f"{' '.join(program)}: the script ended without a pass over a prepared loader.")
+        raise RerunError(
+            f"Update {update} isn't reached: after update {update - 1}, {' '.join(program)} ended without a pass over "
+            "a prepared loader."
+        )
     run = hooks[-1].run
     prepared = {
         "accelerator": [run],
@@ -139,7 +143,7 @@ def branch(
     updates = search.replay(state, until, without_samples=list(without_samples), changes=dict(changes or {}))
     assert search.last is not None, "replayed above"
     if not any(one.number >= update and not one.ranks[0].get("has_failed") for one in updates):
-        raise RerunError(f"The script failed before the end of update {update}. Its last lines:\n{search.last.output}")
+        raise RerunError(f"The script failed before the end of update {update}.{search.last.last_lines}")
     drawn = {
         sample
         for one in updates
@@ -155,11 +159,14 @@ def branch(
         )
     folder.mkdir(parents=True)
     written = search.last.mirrored(search.run.path)
-    for path in written.rglob("*"):
-        if path.is_file() and path.name != LOCK and is_written(path, search.last):  # the record is that of the run
-            target = folder / path.relative_to(written)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    for path in sorted(written.rglob("*")):  # folders first
+        target = folder / path.relative_to(written)
+        if path.name == LOCK or not is_written(path, search.last):  # the record is that of the run
+            continue
+        if path.is_dir() and not path.is_symlink():
+            target.mkdir(exist_ok=True)
+        else:
+            shutil.copyfile(path, target, follow_symlinks=False)
     origin = {
         "run": str(search.run.path.resolve()),
         "update": update,

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,13 +83,13 @@ class Observed:
         folder: the folder of the replay.
         ranks: for each rank, the facts of each update in order; each has ``update`` and, by step, ``logged``.
         exit_code: the exit code of the launcher; a failed script's facts end with the update in which it failed.
-        output: the last lines that the script printed.
+        last_lines: a sentence about the last lines that the script printed.
     """
 
     folder: Path
     ranks: list[list[Facts]]
     exit_code: int
-    output: str
+    last_lines: str
 
     def mirrored(self, path: Path) -> Path:
         """Return the place of a file that the script has written at ``path``."""
@@ -105,7 +104,7 @@ def rerun(
     until_update: int | None = None,
     num_processes: int = 1,
     observe: str = OBSERVER,
-    folder: Path | None = None,
+    folder: Path,
     environment: Mapping[str, str] | None = None,
     working_folder: str | None = None,
     **conditions: Any,
@@ -120,7 +119,7 @@ def rerun(
         num_processes: the number of ranks, unless the flags say it.
         observe: ``module:function``, called on each rank with the Accelerator and the options. It returns an
             `accelerate.guests.rewind.child.UpdateObserver`.
-        folder: an empty folder for the replay's files, alone in its parent; by default a temporary one.
+        folder: a new folder for the replay's files, alone in its parent.
         environment: variables of the recorded run, set in the replay.
         working_folder: the folder in which the script is started; None means the current one.
         conditions: other attributes of `Request`.
@@ -129,7 +128,7 @@ def rerun(
         RerunError: the command names no script, or the script failed before its first update.
     """
     flags, program = split_command(command)
-    folder = (folder or Path(tempfile.mkdtemp(prefix="accelerate_replay_")) / "replay").absolute()
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     request = Request(
         str(project.resolve()),
@@ -147,11 +146,11 @@ def rerun(
     variables = {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
     variables |= dict(environment or {}) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     exit_code = start(words, variables, working_folder, folder / _OUTPUT)
-    found = Observed(folder, list(_records(folder)), exit_code, _tail(folder / _OUTPUT))
+    found = Observed(folder, list(_records(folder)), exit_code, _last_lines(folder / _OUTPUT))
     if exit_code and not any(found.ranks):
         raise RerunError(
             f"{' '.join(program)}: the script was started again, and failed with exit code {exit_code} before "
-            f"its first update. Give the run's own script and arguments, after --. Its last lines:\n{found.output}"
+            f"its first update. Give the run's own script and arguments, after --.{found.last_lines}"
         )
     return found
 
@@ -196,5 +195,6 @@ def _records(folder: Path) -> Iterator[list[Facts]]:
         rank += 1
 
 
-def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-_NUM_LINES:])
+def _last_lines(path: Path) -> str:
+    lines = path.read_text(errors="replace").rstrip().splitlines()[-_NUM_LINES:]
+    return " Its last lines:\n" + "\n".join(lines) if lines else " It printed nothing."

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from ...checkpointing.series import Entry
+from ...checkpointing.series import Entry, inspect
 from ...errors import SettingError
 from ...settings.option import nearest
 from .condition import Condition, standard_name
@@ -97,9 +97,9 @@ class Search:
         state = self._folder(self.num_replays + 1) / "state"
         updates = self.replay(start, update, save_to=str(state))
         if not state.is_dir():
-            last = f"after update {updates[-1].number}" if updates else "before its first update"
-            output = self.last.output if self.last else ""
-            raise RerunError(f"Update {update} isn't reached: the script ended {last}. Its last lines:\n{output}")
+            last = f"after update {updates[-1].number if updates else updates_of(start and inspect(start))}"
+            last_lines = self.last.last_lines if self.last else ""
+            raise RerunError(f"Update {update} isn't reached: the script ended {last}.{last_lines}")
         return state
 
     # -- a condition of numbers ------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Search:
         if not updates:
             raise RerunError(f"{' '.join(self.command)}: the script made no update. Give the run's own command.")
         if number is None and self.last is not None and self.last.exit_code:
-            raise RerunError(f"The replay failed before the condition held. Its last lines:\n{self.last.output}")
+            raise RerunError(f"The replay failed before the condition held.{self.last.last_lines}")
         if number is None:
             other = self._differences()
             how = f"{self._told(how)} It doesn't hold in the replay."

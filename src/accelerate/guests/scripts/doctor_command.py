@@ -117,10 +117,7 @@ def _ranks_agree(args: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate doctor`` and return its exit code; 2 if a script can't be read."""
-    try:
-        return run_with_script_arguments(doctor_command_parser(), arguments)
-    except KeyboardInterrupt:
-        return 130
+    return run_with_script_arguments(doctor_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -119,10 +119,7 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate migrate`` and return its exit code; 2 if the script is refused."""
-    try:
-        return run_with_script_arguments(migrate_command_parser(), arguments)
-    except KeyboardInterrupt:
-        return 130
+    return run_with_script_arguments(migrate_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -104,10 +104,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate verify`` and return its exit code."""
-    try:
-        return run_with_script_arguments(verify_command_parser(), arguments)
-    except KeyboardInterrupt:
-        return 130
+    return run_with_script_arguments(verify_command_parser(), arguments)
 
 
 if __name__ == "__main__":
