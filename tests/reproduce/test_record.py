@@ -9,6 +9,7 @@ import sys
 import types
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -263,6 +264,12 @@ def test_points_are_dense_at_first_and_regular_later() -> None:
         update = next_mark(update)
         points.append(update)
     assert points == [1, 2, 4, 8, 16, 32, 64, 100, 128, 200, 256, 300, 400, 500]
+
+
+def test_a_library_that_another_thread_imports_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # as it is at the beginning of its import
+    found, _ = code()
+    assert "notebook cells" not in found["files"]
 
 
 def test_a_notebook_has_no_command_and_its_cells_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

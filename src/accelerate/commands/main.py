@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -44,7 +45,10 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand and return its exit code; without one, print the help and return 1."""
+    """Run the subcommand and return its exit code; without one, print the help and return 1.
+
+    Ctrl-C and SIGTERM end it as an exception does, so that its processes and temporary folders go with it.
+    """
     try:
         try:
             return _run(arguments)
@@ -53,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `accelerate ... | head`: the reader has closed the pipe
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
         return 141
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -78,8 +84,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(known[name].module)
-    if name == "launch" and arguments is None:  # no other code runs in this process
-        return module.main(rest, replace=True)
+    if arguments is None:  # no other code runs in this process
+        if name == "launch":
+            return module.main(rest, replace=True)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return module.main(rest)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, final
@@ -275,26 +273,11 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
 
 
 def run_with_script_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the parser's command as `run_command` does, with what follows ``--`` as `script_args`.
-
-    Ctrl-C and SIGTERM end it with the shell's exit codes. Its processes end with it, and its temporary folders go.
-    """
+    """Run the parser's command as `run_command` does, with what follows ``--`` as `script_args`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     parser.set_defaults(script_args=given[end + 1 :])
-    is_main = threading.current_thread() is threading.main_thread()  # only there can a handler be set
-    before = signal.signal(signal.SIGTERM, _end_by_signal) if is_main else None
-    try:
-        return run_command(parser, given[:end])
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _end_by_signal(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+    return run_command(parser, given[:end])
 
 
 def count(text: str) -> int:

@@ -94,8 +94,8 @@ def _detach_from_notebook() -> None:
 
     The notebook's page shows the display messages of the kernel alone.
     """
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    of_process = getattr(sys.modules.get("IPython"), "get_ipython", None)  # not while another thread imports it
+    shell = None if of_process is None else of_process()
     if shell is None:
         return
     from IPython.core.displaypub import DisplayPublisher

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.quantized_state import refuse_half_weights
+from ..checkpointing.run_state import Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..distributed.verdicts import UNREACHED
 from ..distributed.world import World
@@ -25,6 +26,7 @@ from ..torch_private.fsdp import (
 from ..training.oom_retry import Retryable, snapshot_gradients
 from .base import Clipping, Strategy, StrategyOptions
 from .compile import uncompiled
+from .fsdp.state import checkpoint_state_of
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name, inner_optimizer
@@ -112,6 +114,12 @@ class ShardedState(ModelState[Owner], ABC):
     def access(self) -> StateAccess:
         """The access for checkpoints to the state, including optimizers of whole matrices."""
         return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return weights and optimizers, gathered or in shards, as the FSDP plugin says."""
+        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if no parameter of ``model`` is sharded."""

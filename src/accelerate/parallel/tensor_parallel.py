@@ -10,7 +10,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final, final
 
@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..checkpointing.run_state import Stateful, StrategyState
 from ..distributed.mesh import Mesh
 from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
@@ -39,9 +38,8 @@ from ..torch_private.distributed import overlap_tensor_parallel
 from ..training.oom_retry import Retryable, RetryMode
 from ..training.open_window import GradientHolder
 from .base import StrategyOptions
-from .fsdp.state import gathered_state
 from .gradients import PlainGradients
-from .rebind import canonical_name, inner_optimizer
+from .rebind import canonical_name
 from .sharded_strategy import ShardedState, ShardedStrategy, outer_units
 from .state import ModelState
 
@@ -293,13 +291,6 @@ class TensorParallel(ShardedStrategy):
 @final
 class _TensorParallelState(ShardedState[TensorParallel]):
     """The state of models whose layers are sharded."""
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return the gathered state, which is written to the same files as a single process's."""
-        inner = [] if model_only else list(map(inner_optimizer, optimizers))
-        return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
 
     @property
     def gradients(self) -> GradientHolder | None:

@@ -21,7 +21,7 @@ from ...parallel.base import PreparedArguments, Role, StrategyOptions
 from ...parallel.compile import uncompiled
 from ...parallel.ddp import replica_in
 from ...parallel.fsdp.setup import refuse_old_torch
-from ...parallel.fsdp.state import checkpoint_state_of, shards_of
+from ...parallel.fsdp.state import checkpoint_state_of
 from ...parallel.gradients import ShardedGradients
 from ...parallel.rebind import disable_foreach_across_meshes, inner_optimizer
 from ...parallel.replicas import train_in_place
@@ -133,11 +133,7 @@ class _AdoptedState(ShardedState[Adopted]):
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers in shards, or gathered if an FSDP plugin says so."""
-        plugin, world = self.strategy.options.plugins.fsdp, self.strategy.world
-        if plugin is not None:
-            return checkpoint_state_of(plugin, self.access, models, optimizers, world, model_only)
-        inner = [] if model_only else list(map(inner_optimizer, optimizers))
-        return StrategyState(write=shards_of(self.access, models, inner))
+        return checkpoint_state_of(self, models, optimizers, model_only=model_only, sharded=True)
 
     @property
     def gradients(self) -> GradientHolder | None:

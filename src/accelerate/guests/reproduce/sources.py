@@ -101,8 +101,8 @@ def _files() -> list[Path]:
 
 def _cells() -> str | None:
     """Return the cells that a notebook has run; None outside of one."""
-    shell: Any = sys.modules.get("IPython")
-    kernel = shell.get_ipython() if shell is not None else None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # not while another thread imports it
+    kernel = None if shell is None else shell()
     return None if kernel is None else "\n\n".join(map(str, kernel.user_ns.get("In", ())))
 
 

@@ -271,9 +271,7 @@ class _FlatState(ModelState[FlatShard]):
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers, sharded or gathered, as the plugin says."""
-        return checkpoint_state_of(
-            self.strategy.plugin, self.access, models, optimizers, self.strategy.world, model_only
-        )
+        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
 
     @property
     def gradients(self) -> GradientHolder | None:

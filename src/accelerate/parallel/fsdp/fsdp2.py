@@ -6,7 +6,6 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
@@ -16,7 +15,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
@@ -46,7 +44,6 @@ from .setup import (
     replicate_unsharded,
     upcast_trainable,
 )
-from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
 
 #: The models that this module sharded; the gradients of their ignored parameters are averaged since then.
@@ -254,14 +251,6 @@ class FullyShard(FullyShardStrategy):
 @final
 class _FullyShardedState(ShardedState[FullyShardStrategy]):
     """The state of models under ``fully_shard``, whose gradients may be unsharded during accumulation."""
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers, sharded or gathered, as the plugin says."""
-        return checkpoint_state_of(
-            self.strategy.plugin, self.access, models, optimizers, self.strategy.world, model_only
-        )
 
     @property
     def gradients(self) -> GradientHolder | None:

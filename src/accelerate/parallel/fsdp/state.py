@@ -25,7 +25,6 @@ from ...checkpointing.sharded import StateAccess, optimizer_folder, own_shards, 
 from ...checkpointing.shards_item import ShardsItem
 from ...distributed.world import World
 from ...errors import CheckpointError
-from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...torch_private.fsdp import (
     all_flat_parameters,
     buffer_dtypes,
@@ -35,9 +34,11 @@ from ...torch_private.fsdp import (
     parts_of_flat,
 )
 from ...torch_private.modules import non_persistent_buffers, takes_data_of
+from ..base import Strategy
 from ..compile import uncompiled
 from ..held_tensors import HeldTensor, held_tensors
 from ..rebind import canonical_name, inner_optimizer, parameters_by_name
+from ..state import ModelState
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"
@@ -327,38 +328,30 @@ class GatheredOptimizer:
         return self._state
 
 
-def gathered_state(
-    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], keeps: bool
-) -> StrategyState:
-    """Return the gathered state of a checkpoint, with the same files as a single process's; a collective.
-
-    Args:
-        optimizers: the torch optimizers, without wrappers.
-        keeps: whether this rank gets the state; otherwise it only takes part.
-    """
-    return StrategyState(
-        [access.full_model_state(model, keeps) for model in models],
-        [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in optimizers],
-    )
-
-
 def checkpoint_state_of(
-    plugin: FullyShardedDataParallelPlugin,
-    access: StateAccess,
+    state: ModelState[Strategy],
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[Stateful],
-    world: World,
+    *,
     model_only: bool,
+    sharded: bool = False,
 ) -> StrategyState:
-    """Return the state of a checkpoint, gathered or in shards, as ``plugin`` says.
+    """Return the state of a checkpoint, gathered or in shards, as the FSDP plugin says; a collective.
 
     Gathered state has the same files as a single process's; shards have folders of their own.
+
+    Args:
+        sharded: without a plugin, it is in shards.
     """
+    plugin, access = state.strategy.options.plugins.fsdp, state.access
     inner = [] if model_only else list(map(inner_optimizer, optimizers))
-    if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
-        keeps = world.is_local_main  # the writer of each node, where every node writes
-        return gathered_state(access, models, inner, keeps)
-    return StrategyState(write=shards_of(access, models, inner))
+    if sharded if plugin is None else plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return StrategyState(write=shards_of(access, models, inner))
+    keeps = state.strategy.world.is_local_main  # the writer of each node, where every node writes
+    return StrategyState(
+        [access.full_model_state(model, keeps) for model in models],
+        [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in inner],
+    )
 
 
 def shards_of(

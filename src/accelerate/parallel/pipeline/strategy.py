@@ -33,12 +33,12 @@ from ...versions import is_torch_version
 from ..base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
-from ..fsdp.state import checkpoint_state_of, gathered_state
+from ..fsdp.state import checkpoint_state_of
 from ..fsdp.wrapping import find_wrap_units
 from ..gradient_norm import clip_sharded_grad_value, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
 from ..matrix_optimizer import step_on_whole_matrices
-from ..rebind import inner_optimizer, parameters_by_name
+from ..rebind import parameters_by_name
 from ..state import ModelState
 from ..tensor_parallel import parallelize, placements_of
 from .partition import Stage, choose_split_points, drop_other_stages, split_into_stages
@@ -443,11 +443,7 @@ class _PipelineState(ModelState[Pipeline]):
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers, sharded if the plugin says so, otherwise gathered."""
-        plugin = self.strategy.options.plugins.fsdp
-        if plugin is not None:  # stages are sharded
-            return checkpoint_state_of(plugin, self.access, models, optimizers, self.strategy.world, model_only)
-        inner = [] if model_only else list(map(inner_optimizer, optimizers))
-        return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
+        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
 
     @property
     def gradients(self) -> GradientHolder | None:
