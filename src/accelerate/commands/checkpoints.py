@@ -49,7 +49,7 @@ def checkpoints_command(args: argparse.Namespace) -> int:
         if name is not None:
             change(_named(name, entries).storage)
             entries = list_checkpoints(args.folder, contents=args.check)
-    compared = {} if args.compare is None else _compared(entries, args.compare)
+    compared = {} if args.compare is None else _compared(entries, args)
     options = ProjectOptions(best_metric=args.best_metric, best_mode=args.best_mode)
     marked = {entry.name for entry in best([entry for entry in entries if entry.problem is None], options)}
     if args.json:
@@ -57,22 +57,31 @@ def checkpoints_command(args: argparse.Namespace) -> int:
         print(json.dumps(told, indent=2))
     else:
         print(table(entries, marked, compared))
-    return 0 if any(entry.problem is None for entry in entries) and "differs" not in compared.values() else 1
+    return 0 if any(entry.problem is None for entry in entries) and {*compared.values()} <= {"equal"} else 1
 
 
-def _compared(entries: Sequence[Entry], folder: str) -> dict[str, str]:
-    """Return by name whether the fingerprint of an entry is that of the same step in ``folder``.
+def _compared(entries: Sequence[Entry], args: argparse.Namespace) -> dict[str, str]:
+    """Return by name how an entry compares with that of the same step in ``args.compare``, by their fingerprints.
 
     Raises:
         CheckpointNotFound: there are no two such fingerprints.
     """
     from ..checkpointing.series import list_checkpoints
 
-    there = {entry.step: entry.fingerprint for entry in list_checkpoints(folder) if entry.fingerprint}
-    known = [entry for entry in entries if entry.fingerprint and entry.step in there]
-    if not known:
-        raise CheckpointNotFound(f"--compare {folder}: no two checkpoints of one step have fingerprints.")
-    return {entry.name: "equal" if entry.fingerprint == there[entry.step] else "differs" for entry in known}
+    others = list_checkpoints(args.compare, contents=args.check)
+    if not others:
+        raise CheckpointNotFound(f"--compare {args.compare}: no checkpoint in this folder")
+    here, there = ({entry.step: entry for entry in each if entry.fingerprint} for each in (entries, others))
+    for folder, found in ((args.folder, here), (args.compare, there)):
+        if not found:
+            why = f"no checkpoint in {folder} has a fingerprint. Runs with batch_parts write them."
+            raise CheckpointNotFound(f"--compare {args.compare}: {why}")
+    if here.keys().isdisjoint(there):
+        steps = [", ".join(map(str, sorted(found, key=str))) for found in (here, there)]
+        raise CheckpointNotFound(f"--compare {args.compare}: no step is in both folders: {steps[0]} and {steps[1]}.")
+    pairs = [(here[step], there[step]) for step in here.keys() & there.keys()]
+    states = {mine.name: "equal" if mine.fingerprint == its.fingerprint else "differs" for mine, its in pairs}
+    return states | {mine.name: "broken" for mine, its in pairs if mine.problem or its.problem}
 
 
 def _named(name: str, entries: Sequence[Entry]) -> Entry:

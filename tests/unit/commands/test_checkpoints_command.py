@@ -143,11 +143,32 @@ def test_fingerprints_are_shown_and_compared_by_step(tmp_path: Path, capsys: pyt
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("other", [{}, {10: ""}, {20: "a" * 64}], ids=str)
+def test_a_comparison_checks_the_bytes_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (saved_with_fingerprints(tmp_path / name, {10: "a" * 64, 20: "b" * 64}) for name in ("one", "two"))
+    weights = next(Path(two).rglob("checkpoint_1/*.safetensors"))
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert checkpoints.main([one, "--compare", two, "--check"]) == 1
+    assert ["broken" in line for line in capsys.readouterr().out.splitlines()] == [False, False, True]
+    assert checkpoints.main([two, "--compare", one, "--check"]) == 1
+    assert "checkpoint_1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (None, "no checkpoint in this folder"),
+        ({}, "no checkpoint in this folder"),
+        ({10: ""}, "no checkpoint in {two} has a fingerprint."),
+        ({20: "a" * 64}, "no step is in both folders: 10 and 20."),
+    ],
+    ids=["no folder", "empty", "no fingerprint", "other step"],
+)
 def test_a_comparison_of_nothing_is_refused(
-    other: dict[int, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: dict[int, str] | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64})
-    two = saved_with_fingerprints(tmp_path / "two", other)
+    one, two = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64}), str(tmp_path / "two")
+    if other is not None:
+        saved_with_fingerprints(tmp_path / "two", other)
     assert checkpoints.main([one, "--compare", two]) == 2
-    assert f"--compare {two}: no two checkpoints of one step have fingerprints." in capsys.readouterr().err
+    assert f"--compare {two}: {why.format(two=two)}" in capsys.readouterr().err
