@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
-from tests.diloco.training import Network, batch, equal, plain, train, weights_of
+from accelerate.errors import ReplicaError
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import ProjectConfiguration
+from tests.diloco.training import Network, batch, equal, loss_of, optimizer_of, plain, train, weights_of
 from tests.ranks import run_on_ranks
 from tests.torch_needed import FSDP2_ON_CPU, needs_torch
 
@@ -45,7 +49,8 @@ def test_the_bytes_that_leave_are_counted() -> None:
     (found, _) = run_on_ranks(_train, 2, 8, CASES["int8"])
     sizes = [33 * 6, 33, 5 * 33, 5]
     scales = sum(4 * -(-size // 256) for size in sizes)
-    assert found["sent"] == 2 * (sum(sizes) + scales) + 4 * sum(sizes)  # two rounds, and the mean at the end
+    # Two rounds, then the means of weights and of momentum.
+    assert found["sent"] == 2 * (sum(sizes) + scales) + 2 * 4 * sum(sizes)
 
 
 def test_islands_of_two_processes_reduce_gradients_inside() -> None:
@@ -57,6 +62,66 @@ def test_islands_of_two_processes_reduce_gradients_inside() -> None:
         assert equal(found["after"], ranks[0]["after"])
         for own, other in zip(found["inside"], expected["inside"][rank // 2], strict=True):
             torch.testing.assert_close(own, other)
+
+
+def _compared(folder: str) -> tuple[bool, bool]:
+    """Train with every comparison of replicas there is; return whether islands differed, and a change afterwards."""
+    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, compare_replicas="raise")
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = Network()
+    model, optimizer = accelerator.prepare(model, optimizer_of("sgd", model))
+    watch = accelerator.watch_run(every=1, compare_replicas=1)
+    differed = False
+    with DiLoCo(accelerator, model, inner_steps=4, fragments=1) as diloco:
+        for step in range(6):
+            accelerator.backward(loss := loss_of(model, step, accelerator.process_index))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+            watch.step(loss)
+            differed |= bool((accelerator.gather(weights_of(model)[1][None]).std(0) > 0).any())
+        accelerator.save_state()
+        accelerator.compare_replicas()
+    accelerator.compare_replicas()
+    with torch.no_grad():
+        next(model.parameters()).add_(accelerator.process_index)
+    try:
+        accelerator.compare_replicas()
+    except ReplicaError:
+        return differed, True
+    return differed, False
+
+
+def test_islands_are_not_compared_while_they_train_apart(tmp_path: Path) -> None:
+    for differed, is_noticed in run_on_ranks(_compared, 2, str(tmp_path)):
+        assert differed and is_noticed
+
+
+def _trains_on(kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Network()
+    model, optimizer = accelerator.prepare(model, optimizer_of("adamw", model))
+    with (
+        DiLoCo(accelerator, model, inner_steps=4, fragments=1)
+        if kind == "DiLoCo"
+        else LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+    ) as averaging:
+        for step in range(7):
+            accelerator.backward(loss_of(model, step, accelerator.process_index))
+            optimizer.step()
+            optimizer.zero_grad()
+            averaging.step()
+    for step in range(3):
+        accelerator.compare_replicas()  # weights and optimizer states
+        accelerator.backward(loss_of(model, step, accelerator.process_index))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.compare_replicas()
+
+
+@pytest.mark.parametrize("kind", ["DiLoCo", "LocalSGD"])
+def test_replicas_stay_equal_when_training_goes_on_without_islands(kind: str) -> None:
+    run_on_ranks(_trains_on, 2, kind)
 
 
 def _train_shards(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, DiLoCo, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration
+from accelerate.utils import DDPCommunicationHookType
 from tests.ranks import run_on_ranks
 
 HOOK = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
@@ -19,11 +19,6 @@ V1, V2 = (FullyShardedDataParallelPlugin(fsdp_version=version) for version in (1
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "parts": ({"batch_parts": 2}, {}, ("batch_parts with DiLoCo",)),
     "hook": ({"kwargs_handlers": [HOOK]}, {}, ("communication hook", "Leave one of them out")),
-    "compared": (
-        {"project_config": ProjectConfiguration(compare_replicas="raise")},
-        {},
-        ("compare_replicas='raise'",),
-    ),
     "flat shards": ({"fsdp_plugin": V1}, {}, ("DiLoCo over FlatShard", "Prepare the model for DDP")),
     "one island": ({"fsdp_plugin": V2}, {}, ("all 2 processes are one island", "dp_replicate_size")),
     "one island of replicas": ({}, {"islands": 1}, ("all 2 processes are one island",)),

@@ -79,6 +79,8 @@ class Strategy(ABC):
     sharding_function: ClassVar[str] = ""
     #: Whether ``prepare`` adapts attention to sharded sequences; False if a library shards them itself.
     shards_attention: bool = True
+    #: Whether gradients are averaged over all replicas; otherwise these train apart.
+    averages_replicas: bool = True
     #: Why an update can't consist of several backward passes; empty if it can.
     one_backward: ClassVar[str] = ""
     #: Whether `backward` without ``num_steps`` sums the gradients of all ranks, instead of averaging them.

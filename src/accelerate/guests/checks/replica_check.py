@@ -101,7 +101,7 @@ class Replicas:
 
     def _held(self) -> tuple[list[_Held], str]:
         """Return this rank's replicated values by group of ranks, or why they can't be compared."""
-        if any(map(_trains_alone, self.models)):
+        if not self.state.strategy.averages_replicas or any(map(_trains_alone, self.models)):
             return [], _ALONE
         try:
             parameters = dict(_named_parameters(self.models, self.optimizers))

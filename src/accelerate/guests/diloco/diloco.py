@@ -15,7 +15,7 @@ from ...accelerator import Accelerator
 from ...errors import CheckpointError, SettingError
 from ...seams import LoopHook
 from .compression import CODECS
-from .fragments import Fragment, OuterOptimizer, OuterWeight, divide, local_values
+from .fragments import Fragment, OuterOptimizer, OuterWeight, average_optimizer_states, divide, local_values
 from .islands import Islands, check, keep_inside
 from .state import DiLoCoState
 
@@ -165,7 +165,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Make all islands equal: apply what is on its way, then average weights and floating-point buffers."""
+        """Make all islands equal: apply what is on its way, then average weights, optimizer states and buffers."""
         self._free_gathered()
         for fragment in self._fragments:
             if fragment.arriving is not None:
@@ -175,6 +175,7 @@ class DiLoCo:
         islands = self._islands
         groups = [(islands.between, islands.count)]
         groups += [(islands.inside, islands.num_parts)] if islands.holds_replicas else []
+        self.bytes_sent += average_optimizer_states(self.accelerator, self.model, islands.between, islands.count)
         for buffer in self.model.buffers():
             for group, size in groups if buffer.is_floating_point() and not buffer.is_meta else ():
                 dist.all_reduce(local_values(buffer), group=group)

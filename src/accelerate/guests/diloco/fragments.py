@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from ...errors import NotBuilt
+from ...parallel.rebind import inner_optimizer
 from ...torch_private.distributed import all_gather_single
 from .compression import Codec
 from .islands import Islands
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
 
 #: Makes the optimizer of outer weights, which are flat and in float32.
 OuterOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -23,6 +28,33 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``tensor``, or a plain tensor itself, sharing its memory."""
     local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
     return tensor.detach() if local is None else local().detach()
+
+
+@torch.no_grad()
+def average_optimizer_states(
+    run: Accelerator, model: torch.nn.Module, group: dist.ProcessGroup | None, num_islands: int
+) -> int:
+    """Set the optimizer states of ``model`` to their mean over ``group``; return the bytes that leave.
+
+    With equal weights but other momentum, replicas would part again at the next update. State that isn't of
+    floating-point numbers is that of the first island.
+    """
+    num_bytes = 0
+    parameters = [one for _, one in run.strategy.state.named_parameters(model)]
+    for optimizer, parameter in itertools.product(map(inner_optimizer, run._optimizers), parameters):
+        for value in optimizer.state.get(parameter, {}).values():
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            own = local_values(value)
+            sent = own.to(run.device)
+            if sent.is_floating_point():
+                dist.all_reduce(sent, group=group)
+                sent.div_(num_islands)
+            else:
+                dist.broadcast(sent, dist.get_process_group_ranks(group)[0], group)
+            own.copy_(sent)
+            num_bytes += 2 * sent.nbytes * (num_islands - 1) // num_islands
+    return num_bytes
 
 
 @final

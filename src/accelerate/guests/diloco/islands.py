@@ -124,9 +124,7 @@ def keep_inside(run: Accelerator, model: nn.Module, islands: Islands) -> Callabl
     for gradients in getattr(run.strategy, "_replicas", ()):  # of parameters beside shards
         undo.append(_setting(gradients, _group=group, _size=size))
     undo.append(_setting(run._weights, _mesh=islands.mesh))  # divides by the weights of all ranks that reduce
-    undo.append(_setting(run.project_configuration, compare_replicas="no"))  # they differ between islands
-    if run.strategy.mesh.active("pp"):
-        undo.append(_setting(run.strategy, averages_replicas=False))
+    undo.append(_setting(run.strategy, averages_replicas=False))
 
     def undo_all() -> None:
         for one in undo:
@@ -153,14 +151,13 @@ def check(run: Accelerator, model: nn.Module) -> None:
     Raises:
         PreparationError: names what can't be combined, and the way out.
     """
-    strategy, project = run.strategy, run.project_configuration
+    strategy = run.strategy
     handler = strategy.options.ddp_handler
     refused: dict[str, object] = {
         "batch_parts": strategy.sums_gradients,
         "--keep_replicas": run.world.members is not None,
         "balance": run.dataloader_config.balance,
         "fp16, with a loss scale of each island (bf16 works),": run.scaler is not None,
-        "ProjectConfiguration(compare_replicas='raise')": project.compare_replicas == "raise",
         "a communication hook of DistributedDataParallelKwargs": handler is not None
         and str(getattr(handler.comm_hook, "value", handler.comm_hook)) != "no",
     }

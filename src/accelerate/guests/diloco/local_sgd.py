@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...accelerator import Accelerator
 from ...errors import NotBuilt
+from .fragments import average_optimizer_states
 
 
 class LocalSGD:
@@ -23,8 +24,8 @@ class LocalSGD:
                 optimizer.step()
                 local_sgd.step()
 
-    The parameters are averaged once more at the end of the context. It has no effect on one process, or with
-    ``enabled=False``.
+    The parameters are averaged once more at the end of the context, and the optimizer's states with them, so that the
+    replicas are equal. It has no effect on one process, or with ``enabled=False``.
 
     Raises:
         NotBuilt: the processes don't have full replicas of the model (it is sharded, or wasn't prepared).
@@ -62,6 +63,9 @@ class LocalSGD:
             return
         if error is None:  # after an error the other processes may not reach this collective
             self._average_parameters()
+            average_optimizer_states(
+                self.accelerator, self.model, self.accelerator.world.group, self.accelerator.num_processes
+            )
         self._no_sync.__exit__(kind, error, traceback)
         self._no_sync = None
 

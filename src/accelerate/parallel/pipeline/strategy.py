@@ -158,8 +158,6 @@ class Pipeline(Strategy):
             )
         #: Whether stages are sharded.
         self.shards: bool = options.plugins.fsdp is not None
-        #: Whether gradients are averaged over replicas; otherwise these train apart.
-        self.averages_replicas: bool = True
         # Parameters that an earlier pipeline rank also has; their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
