@@ -49,7 +49,7 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py tests/multi/test_notebook.py tests/unit/benchmarks \
 		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py \
 		tests/multi/test_no_deadlock.py tests/multi/test_padding_of_resumed.py tests/unit/checkpointing/test_many_ranks.py \
-		tests/unit/commands/test_monitor_of_many_ranks.py
+		tests/unit/commands/test_monitor_of_many_ranks.py tests/diloco/test_diloco.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle tests/batch_parts

@@ -16,6 +16,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.utils import ProjectConfiguration
 from tests.diloco.training import Network, batch, equal, loss_of, optimizer_of, plain, train, weights_of
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 from tests.torch_needed import FSDP2_ON_CPU, needs_torch
 
 CASES: dict[str, dict[str, Any]] = {
@@ -276,3 +277,35 @@ def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
         assert equal(found["inside"], ranks[rank // 2 * 2]["inside"])
         assert equal(found["after"], ranks[0]["after"])
     assert not equal(ranks[0]["inside"], ranks[2]["inside"])
+
+
+def _train_fsdp_inside(axes: dict[str, int]) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, **axes)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    model: Any = Cut()
+    if "tp_size" in axes:
+        model._tp_plan = {"first": "colwise", "second": "rowwise"}
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    part = 2 * accelerator.mesh.place("dp_replicate") + accelerator.mesh.place("dp_shard")
+    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, compression="none", overlap=False) as diloco:
+        for step in range(7):
+            inputs, targets = batch(step, part)
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = weights_of(model)
+    accelerator.compare_replicas()
+    return {"inside": inside, "after": weights_of(model)}
+
+
+@slow_for("eight ranks")
+@FSDP2_ON_CPU
+@pytest.mark.parametrize("axes", [{"tp_size": 2}, {"cp_size": 2}], ids=str)
+def test_islands_of_fsdp_with_another_axis_inside(axes: dict[str, int]) -> None:
+    ranks = run_on_ranks(_train_fsdp_inside, 8, axes)
+    for rank, found in enumerate(ranks):
+        assert equal(found["inside"], ranks[rank // 4 * 4]["inside"])
+        assert equal(found["after"], ranks[0]["after"])
+    assert not equal(ranks[0]["inside"], ranks[4]["inside"])
