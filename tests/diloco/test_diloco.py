@@ -279,7 +279,7 @@ def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
     assert not equal(ranks[0]["inside"], ranks[2]["inside"])
 
 
-def _train_fsdp_inside(axes: dict[str, int]) -> dict[str, Any]:
+def _train_fsdp_inside(axes: dict[str, Any]) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, **axes)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
