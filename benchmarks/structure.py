@@ -64,6 +64,18 @@ def code_lines(text: str, tree: ast.Module) -> list[int]:
     return sorted(lines - docstring_lines(tree))
 
 
+def stub_text(path: Path) -> str:
+    """Return the stub of a module, which lists names that are imported on first use; empty without one."""
+    stub = path.with_suffix(".pyi")
+    return stub.read_text(encoding="utf-8") if stub.exists() else ""
+
+
+def stub_lines(path: Path) -> int:
+    """Return the number of code lines in the stub of a module."""
+    text = stub_text(path)
+    return len(code_lines(text, ast.parse(text)))
+
+
 def first_words(tree: ast.Module) -> Iterator[str]:
     """Yield the first word of every docstring."""
     for node in ast.walk(tree):
@@ -115,8 +127,8 @@ def read(folder: Path) -> dict[str, Any]:
         tree = ast.parse(text)
         numbers = code_lines(text, tree)
         lines = text.splitlines()
-        sizes[name] = len(numbers)
-        by_package[name.partition("/")[0] if "/" in name else "(top)"] += len(numbers)
+        sizes[name] = len(numbers) + stub_lines(path)
+        by_package[name.partition("/")[0] if "/" in name else "(top)"] += sizes[name]
         codes[name] = [lines[number - 1].strip() for number in numbers]
         words = list(first_words(tree))
         docstrings, riddles = docstrings + len(words), riddles + sum(word in RIDDLES for word in words)

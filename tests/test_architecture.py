@@ -237,7 +237,7 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
-CORE_LIMIT: Final = (42_480, 311)
+CORE_LIMIT: Final = (41_540, 311)
 GUESTS_LIMIT: Final = (23_811, 195)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
@@ -390,7 +390,9 @@ def _deepest(module: str, name: str) -> str:
 def imports() -> tuple[Import, ...]:
     found = []
     for file in files():
-        for node, lazy, typing_only in _import_nodes(file.tree):
+        listed = ast.parse(structure.stub_text(file.path)).body
+        stub = [(node, True, True) for node in listed if isinstance(node, ast.ImportFrom) and node.module]
+        for node, lazy, typing_only in [*_import_nodes(file.tree), *stub]:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     target = _ours(alias.name)
@@ -956,7 +958,7 @@ def _only_imports(statement: ast.stmt) -> bool:
         return True  # a docstring
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         # __all__, __version__, the table of lazy names
-        return all(dotted(call.func) == "names_from" for call in calls(ast.walk(statement)))
+        return all(dotted(call.func) in ("names_from", "names_of_stub") for call in calls(ast.walk(statement)))
     if isinstance(statement, ast.If) and _is_type_checking(statement.test):
         return all(_only_imports(inner) for inner in statement.body)
     if isinstance(statement, ast.FunctionDef):
@@ -1231,7 +1233,7 @@ def test_every_package_keeps_within_its_budget() -> None:
     used: dict[str, list[int]] = {}
     for file in files():
         one = used.setdefault(_budgeted(file), [0, 0])
-        one[0] += len(code_lines(file))
+        one[0] += len(code_lines(file)) + structure.stub_lines(file.path)
         one[1] += 1
     budget, findings = _budget(), []
     for name, (lines, num_files) in sorted(used.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,40 @@ def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[
         return getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
 
     return get
+
+
+def names_of_stub(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for ``module``, whose names are listed by its stub alone.
+
+    The stub is the file beside it that editors and type checkers read. Each of its lines tells where names are defined:
+    ``from ..nested import find_device as find_device``; ``from . import`` names submodules. As with `names_from`, names
+    aren't cached.
+    """
+    own = sys.modules[module]
+    package, homes = str(own.__package__), dict[str, str]()
+
+    def read() -> dict[str, str]:
+        if not homes:
+            loader: Any = own.__loader__
+            for line in loader.get_data(f"{own.__file__}i").decode().splitlines():
+                if line.startswith("from "):
+                    home, _, names = line.removeprefix("from ").partition(" import ")
+                    homes.update((name.split()[0], home) for name in names.split(","))
+        return homes
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return [each for each, home in read().items() if home != "."]
+        home = read().get(name)
+        if home is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        path = home.lstrip(".")
+        if not path:
+            return importlib.import_module(f".{name}", package)
+        defining = __import__(path, {"__package__": package}, None, (name,), len(home) - len(path))
+        return getattr(defining, name)
+
+    return get, lambda: sorted({*vars(own), *read()})
 
 
 def function_in_use(name: str) -> Any:

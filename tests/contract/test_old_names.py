@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,8 @@ from types import ModuleType
 from typing import Final
 
 import pytest
+
+import accelerate
 
 HERE: Final = Path(__file__).parent
 
@@ -55,30 +58,54 @@ def test_an_old_path_has_the_same_objects_as_the_defining_modules(module: Module
     import accelerate.utils
 
     for name in module.__all__:
-        value = getattr(module, name)
-        defined_in = accelerate.utils._DEFINED_IN.get(name)
-        if defined_in is not None:
-            assert value is getattr(importlib.import_module(f"accelerate.{defined_in}"), name), name
+        value, home = getattr(module, name), homes_of(accelerate.utils).get(name)
+        if home is not None:
+            assert value is getattr(importlib.import_module(home), name), name
             assert value is getattr(accelerate.utils, name), name
 
 
-def names_for_editors(package: ModuleType) -> dict[str, str]:
-    """Name -> module, of the imports under TYPE_CHECKING, which editors and type checkers read."""
+def homes_of(package: ModuleType) -> dict[str, str]:
+    """Name -> module, of the stub, which editors and type checkers read."""
     found: dict[str, str] = {}
-    for statement in ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-            for imported in ast.walk(statement):
-                if isinstance(imported, ast.ImportFrom):
-                    found.update({alias.name: str(imported.module) for alias in imported.names})
+    stub = Path(str(package.__file__)).with_suffix(".pyi")
+    for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom):
+            assert statement.lineno == statement.end_lineno, "names_of_stub reads lines"
+            assert all(alias.asname == alias.name for alias in statement.names), "else no type checker passes it on"
+            home = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package.__package__)
+            found.update({alias.name: home for alias in statement.names})
     return found
 
 
-@pytest.mark.parametrize("package", ["accelerate", "accelerate.utils"])
-def test_editors_see_the_names_that_are_found_lazily(package: str) -> None:
-    module = importlib.import_module(package)
-    assert names_for_editors(module) == module._DEFINED_IN
-    assert set(module.__all__) - set(module._DEFINED_IN) <= {"__version__", "tqdm"}
-    assert set(module._DEFINED_IN) <= set(module.__all__)
+STUBS: Final = sorted(
+    ".".join(path.relative_to(Path(accelerate.__file__).parents[1]).with_suffix("").parts).removesuffix(".__init__")
+    for path in Path(accelerate.__file__).parent.rglob("*.pyi")
+)
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_the_names_of_a_stub_are_those_that_are_found(name: str) -> None:
+    module = importlib.import_module(name)
+    homes = homes_of(module)
+    assert homes and set(homes) <= set(dir(module))
+    assert set(module.__all__) == {each for each, home in homes.items() if home != name}
+    for each, home in homes.items():
+        value = getattr(module, each)
+        if home == name:
+            assert value is importlib.import_module(f"{home}.{each}")
+        else:
+            assert value is getattr(importlib.import_module(home), each), each
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        module.no_such_name  # noqa: B018
+
+
+def test_stubs_are_installed() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    kept = project["tool"]["setuptools"]["package-data"]["accelerate"]
+    package = Path(accelerate.__file__).parent
+    for path in package.rglob("*.pyi"):
+        assert any(path.relative_to(package).match(pattern) for pattern in kept), path
 
 
 def test_no_old_address_warns_but_the_one_that_says_so() -> None:

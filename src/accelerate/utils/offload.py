@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-from ..big_models.offload import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
+from ..lazy import names_of_stub
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
+__getattr__, __dir__ = names_of_stub(__name__)
