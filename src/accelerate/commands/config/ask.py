@@ -1,8 +1,8 @@
-"""Questions to a user: menus and lines in a terminal, lines of text everywhere else, the same answers in both.
+"""Questions to a user, one line of text for each answer, in a terminal and on a pipe.
 
 A choice is given by its number, its label, its value or text that only it contains. Every question shows its default
 and, where there is one, an explanation. After an invalid answer the reason is printed and the question asked
-again; Esc in a terminal, ``<`` in a line of text, asks the question before again.
+again. The answer ``<`` asks the question before again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Final, TextIO, TypeVar, cast, final
 
 from ...errors import SettingError
 from .choices import Choice, match
-from .terminal import StepBack, Terminal, is_usable
 
 __all__ = ["Asker", "BulletMenu", "Choice", "InputEnded", "match"]
 
 Value = TypeVar("Value")
 
 _BACK: Final = "<"
+
+
+class StepBack(Exception):
+    """The wish to answer the question before once more."""
 
 
 class InputEnded(SettingError):
@@ -33,7 +36,6 @@ class Asker:
     def __init__(self, input: TextIO | None = None, output: TextIO | None = None) -> None:
         self._input = input if input is not None else sys.stdin
         self._output = output if output is not None else sys.stdout
-        self._terminal = Terminal(self._input, self._output) if is_usable(self._input, self._output) else None
         self.num_asked: int = 0
         #: The answers so far, each with its question.
         self._given: list[tuple[str, object]] = []
@@ -53,9 +55,9 @@ class Asker:
             except StepBack:
                 pass
             except SettingError as error:
-                if self._terminal is None or not self._given:
+                if not self._input.isatty() or not self._given:
                     raise
-                self._terminal.explain(f"{error} Esc goes back to what is to be changed.")
+                self.write_line(f"{error} Answer < to go back to what is to be changed.")
             if self._given:
                 question, answer = self._given.pop()
                 self._taken_back[question] = answer
@@ -70,15 +72,13 @@ class Asker:
 
         def ask(default: Value) -> Value:
             marked = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
-            if self._terminal is not None:
-                return self._terminal.choose(question, choices, marked, why)
             if brief:
                 labels = (choice.label.upper() if i == marked else choice.label for i, choice in enumerate(choices))
-                shown = f"[{'/'.join(labels)}]"
+                prompt = f"{question} [{'/'.join(labels)}]: "
             else:
-                labels = (f"[{index}] {choice.label}" for index, choice in enumerate(choices))
-                shown = f"({', '.join(labels)}) [{marked}]"
-            return self._text(f"{question} {shown}: ", read, choices[marked].value, why)
+                lines = [f"  [{index}] {choice.shown}" for index, choice in enumerate(choices)]
+                prompt = "\n".join([question, *lines, f"Number or name [{marked}]: "])
+            return self._line(prompt, read, choices[marked].value, why)
 
         def read(text: str) -> Value:
             value = match(text, choices)
@@ -101,7 +101,7 @@ class Asker:
             raise ValueError(f"{text!r} is neither: answer yes or no.")
 
         def ask(default: bool) -> bool:
-            return self._line(question, "YES/no" if default else "yes/NO", read, default, why)
+            return self._line(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", read, default, why)
 
         return self._answer(question, ask, default)
 
@@ -129,7 +129,8 @@ class Asker:
         def ask(proposed: Value) -> Value:
             shown = "" if proposed is None else write(proposed) or ""
             needs_answer = required and not shown
-            return self._line(question, shown, read_required if needs_answer else read, proposed, why, needs_answer)
+            prompt = f"{question} [{shown}]: " if shown else f"{question}: "
+            return self._line(prompt, read_required if needs_answer else read, proposed, why, needs_answer)
 
         return self._answer(question, ask, default)
 
@@ -173,28 +174,9 @@ class Asker:
         return value
 
     def _line(
-        self,
-        question: str,
-        shown: str,
-        read: Callable[[str], Value],
-        default: Value,
-        why: str,
-        needs_answer: bool = False,
-    ) -> Value:
-        if self._terminal is None:
-            prompt = f"{question} [{shown}]: " if shown else f"{question}: "
-            return self._text(prompt, read, default, why, needs_answer)
-
-        def read_typed(text: str) -> tuple[Value, str]:
-            value = read(text) if text or needs_answer else default
-            return value, ("yes" if value else "no") if isinstance(value, bool) else text or shown
-
-        return self._terminal.line(question, shown, read_typed, why)
-
-    def _text(
         self, prompt: str, read: Callable[[str], Value], default: Value, why: str, needs_answer: bool = False
     ) -> Value:
-        """Ask in a line of text, of a pipe or a terminal that can only print."""
+        """Ask until a line can be read; an empty one is ``default``."""
         if why:
             self.write_line(f"  ({why})")
         while True:
@@ -222,7 +204,7 @@ class Asker:
 
 @final
 class BulletMenu:
-    """A menu of texts: with arrow keys in a terminal, by number or name everywhere else."""
+    """A menu of texts, chosen by number or name."""
 
     def __init__(self, prompt: str | None = None, choices: Sequence[str] = ()) -> None:
         self.prompt = prompt

@@ -18,6 +18,11 @@ class Choice(Generic[Value]):
     label: str
     is_here: bool = True
 
+    @property
+    def shown(self) -> str:
+        """The label, with a remark if this machine doesn't have it."""
+        return self.label if self.is_here else f"{self.label} (not on this machine)"
+
 
 def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
     """Return the value of the choice that ``text`` names, or None when it names none or several."""
@@ -33,12 +38,3 @@ def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
         if len(typed) > 1 and (typed in choice.label.lower() or typed in str(choice.value).lower())
     ]
     return found[0] if len(found) == 1 else None
-
-
-def first_that_begins(typed: str, choices: Sequence[Choice[Value]]) -> int | None:
-    """Return the index of the choice named by the typed text, or else of the first that begins with it."""
-    value = match(typed, choices)
-    for index, choice in enumerate(choices):
-        if value is not None and choice.value == value:
-            return index
-    return next((index for index, each in enumerate(choices) if each.label.lower().startswith(typed.lower())), None)
