@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
@@ -108,11 +108,23 @@ class Membership(Members):
             self.exchange("wait_for_everyone")
 
     def why_not(self, operation: str) -> str:
-        """Return the reason: the ranks exchange only gradients."""
+        """Return the reason: there is no process group."""
         return (
-            f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run share gradients only, "
-            "as any rank may be lost. Compute metrics on the main process, or leave --keep_replicas out."
+            f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run have no process group, "
+            "as any rank may be lost. Leave that out, or --keep_replicas."
         )
+
+    def collective(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the collective ``name`` over the living members."""
+        from .collectives import COLLECTIVES
+
+        return COLLECTIVES[name](self, *args, **kwargs)
+
+    def gather_for_metrics(self, data: object, loader: object, as_objects: bool, is_receiver: bool) -> object:
+        """Return the joined values that the living members computed from the current batch of ``loader``."""
+        from .collectives import gather_for_metrics
+
+        return gather_for_metrics(self, data, loader, as_objects, is_receiver)
 
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
         """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, everywhere.
@@ -142,11 +154,7 @@ class Membership(Members):
         return found["address"]
 
     def prepare_data_loader(
-        self,
-        dataloader: object,
-        arguments: Mapping[str, object],
-        data_seed: int | None,
-        common: Mapping[str, object],
+        self, dataloader: object, arguments: Mapping[str, object], data_seed: int | None, common: Mapping[str, object]
     ) -> object:
         """Return a loader over the same data, with samples divided among the living ranks."""
         from .shared_epoch import shared_loader
@@ -252,7 +260,12 @@ class Membership(Members):
             self._mapped[path] = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
         return self._mapped[path]
 
-    # -- states --------------------------------------------------------------------------------------------
+    # -- objects and states --------------------------------------------------------------------------------
+
+    def share(self, operation: str, own: object) -> dict[int, Any]:
+        """Return the objects of all living members by rank, in the order of ranks, with tensors on the CPU."""
+        paths = self.exchange(operation, self._write(own)).values
+        return {rank: _load(paths[rank]) for rank in sorted(paths)}
 
     def share_state(self, operation: str, make: Callable[[], object]) -> Any:
         """Return the lowest member's state, created there by ``make``; None on the lowest member itself."""
@@ -275,7 +288,7 @@ class Membership(Members):
                 return
 
     def _write(self, state: object) -> str:
-        """Write a state that others may read until this rank has written two more; return its path."""
+        """Write an object that others may read until this rank has written two more; return its path."""
         self._num_states += 1
         path = self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states}"
         try:
