@@ -25,6 +25,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
 from accelerate.guests.fault_tolerance.membership import Membership
 
@@ -98,6 +99,8 @@ for epoch in range(0 if "FROM_0" in os.environ else loader.iteration, num_epochs
                     break
                 time.sleep(0.05)
                 members.exchange("wait")
+    if any(gather_object([(folder / "enough").exists()])):
+        break
 accelerator.save_model(model, folder / "weights")
 torch.save([model.state_dict(), optimizer.state_dict()["state"], scheduler.get_last_lr()], folder / f"end_{rank}.pt")
 accelerator.wait_for_everyone()
