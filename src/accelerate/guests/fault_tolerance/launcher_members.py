@@ -321,7 +321,7 @@ class ReplicaMembers(LauncherMembers):
         link.register(self._selector)
 
     def _greet(self, link: HostLink, message: dict[str, Any]) -> None:
-        """Answer the first message of a launcher, which says for which machine it is."""
+        """Answer the first message of a launcher: the number of its machine."""
         assert self._hosts is not None
         machine: Any = message.get("machine")
         error = ""

@@ -37,7 +37,7 @@ class RemoteMembers(LauncherMembers):
         self.is_cut_off: bool = False
         try:
             self._link = HostLink(self._connect(), self.folder, self._receive_from_holder, self._lose_holder)
-        except BaseException:
+        except BaseException:  # an interrupt too leaves no folder behind
             super().close()
             raise
         self._link.takes_files = True
