@@ -22,6 +22,7 @@ from tests.slow import slow_for
 __all__ = ["hosts"]
 
 LINKS = ("acc-va", "acc-vb")
+NUM_LOSSES = 50
 #: Ten times of what they take on two idle cores.
 JOIN_SECONDS, GO_ON_SECONDS = 200.0, 30.0
 
@@ -76,9 +77,13 @@ class Run:
     def said(self) -> str:
         return "\n----\n".join(running.output for each in self.outputs.values() for running in each)
 
-    def lose_host(self) -> tuple[int, str]:
-        """Return how the launcher of the second host ended."""
-        return self.launchers.pop(1).ended(GO_ON_SECONDS)
+    def lose_host(self, what: str, is_stopped: bool = False) -> tuple[int, str]:
+        """Wait until the others go on without the second host; return how its launcher ended."""
+        lost = self.launchers.pop(1)
+        self.others_train([2, 3], what)
+        if is_stopped:
+            os.kill(lost.process.pid, signal.SIGCONT)
+        return lost.ended(GO_ON_SECONDS)
 
     def finish(self) -> None:
         """Let the run end, and compare it with one process that makes the same updates."""
@@ -113,13 +118,11 @@ def test_the_others_go_on_whatever_is_lost(run: Run) -> None:
     run.others_train([2], "rank stopped")
     run.all_train()
     run.launchers[1].process.kill()
-    assert run.lose_host()[0] == -signal.SIGKILL
-    run.others_train([2, 3], "launcher killed")
+    assert run.lose_host("launcher killed")[0] == -signal.SIGKILL
     run.start(1)
     run.all_train()
     pull(True)
-    run.others_train([2, 3], "cable pulled")
-    code, output = run.lose_host()
+    code, output = run.lose_host("cable pulled")
     assert code == 75 and "machine 1 has lost machine 0" in output, output
     pull(False)
     run.start(1)
@@ -132,7 +135,7 @@ def test_the_others_go_on_whatever_is_lost(run: Run) -> None:
 def test_without_machine_0_nobody_goes_on(run: Run) -> None:
     run.launchers[0].process.kill()
     run.launchers.pop(0).ended()
-    code, output = run.lose_host()
+    code, output = run.launchers.pop(1).ended()
     assert code == 75 and "machine 1 has lost machine 0" in output, output
 
 
@@ -154,16 +157,13 @@ def test_random_losses(run: Run) -> None:
         "host killed": (kill_host, True),
         "cable pulled": (lambda: pull(True), True),
     }
-    for _ in range(50):
+    for _ in range(NUM_LOSSES):
         time.sleep(draw.random() * 3)
         what = draw.choice([*losses])
         lose, is_host = losses[what]
         lose()
         if is_host:
-            run.others_train([2, 3], what)
-            if what == "launcher stopped":
-                os.kill(run.launchers[1].process.pid, signal.SIGCONT)
-            run.lose_host()
+            run.lose_host(what, is_stopped=what == "launcher stopped")
             pull(False)
             run.start(1)
         else:

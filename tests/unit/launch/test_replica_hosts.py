@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from accelerate.errors import LaunchError
-from accelerate.guests.fault_tolerance import launcher_members
+from accelerate.guests.fault_tolerance import launcher_members, other_hosts
 from accelerate.guests.fault_tolerance.connections import HostLink
 from accelerate.guests.fault_tolerance.launcher_members import Hosts, LauncherMembers, ReplicaMembers
 from accelerate.guests.fault_tolerance.other_hosts import RemoteMembers
@@ -189,6 +189,17 @@ def test_a_host_that_comes_while_a_state_is_given_has_it_too(machines: Machines)
     machines.start(1)
     machines.run()
     assert (machines.launchers[1].folder / "state_0_7_1").read_bytes() == b"state"
+
+
+def test_a_host_waits_for_the_next_start_of_a_run_that_ends(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines.holder.minimum = 3
+    machines.cut(1)
+    assert machines.holder.ending
+    monkeypatch.setattr(other_hosts, "_CONNECT_SECONDS", 1.0)
+    with pytest.raises(LaunchError, match="the end of the run before"):
+        machines.start(1)
 
 
 def test_a_side_without_machine_0_ends(machines: Machines, capfd: pytest.CaptureFixture[str]) -> None:

@@ -329,12 +329,11 @@ class ReplicaMembers(LauncherMembers):
             error = "it belongs to another run, or was given other arguments than machine 0"
         elif machine not in range(1, self._hosts.number):
             error = f"there is no machine {machine} among {self._hosts.number}"
-        elif machine in self._known_machines and (self.ending or not self.members):
-            error = "the run ends"
-        is_connected = machine in self._links.values()  # the launcher before it, whose end isn't known yet
         joins = machine in self._known_machines
-        link.send({"error": error, "again": is_connected, "joins": joins, "members": sorted(self.members)})
-        if error or is_connected:
+        # The end of the launcher before it isn't known yet, or the run ends, and may be started again.
+        again = machine in self._links.values() or (joins and bool(self.ending or not self.members))
+        link.send({"error": error, "again": again, "joins": joins, "members": sorted(self.members)})
+        if error or again:
             return
         self._links[link], link.takes_files = machine, True
         self._known_machines.add(machine)

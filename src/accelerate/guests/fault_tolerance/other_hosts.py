@@ -56,7 +56,7 @@ class RemoteMembers(LauncherMembers):
                         held.pop_all()
                         self.joins, self.members = bool(reply["joins"]), set(reply["members"])
                         return opened
-                reason = reply["error"] or "it still waits for the launcher that was here before"
+                reason = reply["error"] or "it waits for the end of the run before"
             except (OSError, ValueError) as error:
                 reply, reason = {}, str(error)
             if reply.get("error"):
