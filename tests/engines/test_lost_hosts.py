@@ -149,25 +149,25 @@ def test_random_losses(run: Run) -> None:
         for pid in map(int, left.stdout.split()):
             os.kill(pid, signal.SIGKILL)
 
-    losses: dict[str, tuple[Callable[[], Any], bool]] = {
-        "rank killed": (lambda: run.kill(draw.randrange(4)), False),
-        "rank stopped": (lambda: run.kill(draw.randrange(4), signal.SIGSTOP), False),
-        "launcher killed": (lambda: run.launchers[1].process.kill(), True),
-        "launcher stopped": (lambda: os.kill(run.launchers[1].process.pid, signal.SIGSTOP), True),
-        "host killed": (kill_host, True),
-        "cable pulled": (lambda: pull(True), True),
+    on_host: dict[str, Callable[[], Any]] = {
+        "launcher killed": lambda: run.launchers[1].process.kill(),
+        "launcher stopped": lambda: os.kill(run.launchers[1].process.pid, signal.SIGSTOP),
+        "host killed": kill_host,
+        "cable pulled": lambda: pull(True),
     }
+    on_rank = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP}
     for _ in range(NUM_LOSSES):
         time.sleep(draw.random() * 3)
-        what = draw.choice([*losses])
-        lose, is_host = losses[what]
-        lose()
-        if is_host:
+        what = draw.choice([*on_host, *on_rank])
+        if what in on_rank:
+            rank = draw.randrange(4)
+            run.kill(rank, on_rank[what])
+            run.others_train([rank], what)
+        else:
+            on_host[what]()
             run.lose_host(what, is_stopped=what == "launcher stopped")
             pull(False)
             run.start(1)
-        else:
-            time.sleep(1)
         run.all_train()
     run.finish()
     print({what: [round(seconds, 1) for seconds in each] for what, each in run.times.items()})

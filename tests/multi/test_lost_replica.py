@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accelerate.ports import get_free_port
 from tests.slow import slow_for
 
 SCRIPT = """
@@ -172,6 +173,39 @@ def test_a_lost_rank_costs_no_sample_and_no_restart(tmp_path: Path) -> None:
     assert launched.returncode == 0, errors
     assert errors.count("was lost (SIGKILL)") == 1, errors
     _check(tmp_path, 2, 2, 60, 2)
+
+
+def test_a_launcher_of_another_machine_that_is_started_again_joins(tmp_path: Path) -> None:
+    """Two launchers on this machine; `make engines` does it with network namespaces."""
+    port = str(get_free_port())
+
+    def start(machine: int) -> subprocess.Popen[str]:
+        where = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank", str(machine))
+        options = ("--num_machines", "2", *where)
+        return _launch(tmp_path, 2, 1, "40", "100000", "0.05", "{}", "0", options=options)
+
+    def wait_for(members: list[int], since: float) -> None:
+        def newest() -> tuple[float, list[int]]:
+            found = [(line["time"], line["members"]) for line in _lines(tmp_path) if "members" in line]
+            return max(found, default=(0.0, []))
+
+        while newest()[0] <= since or newest()[1] != members:
+            assert first.poll() is None, first.communicate()[1]
+            time.sleep(0.05)
+
+    first, second = start(0), start(1)
+    wait_for([0, 1], 0)
+    second.kill()
+    second.communicate()
+    wait_for([0], time.time() + 0.5)
+    second = start(1)
+    wait_for([0, 1], time.time())
+    (tmp_path / "enough").touch()
+    errors = [launched.communicate(timeout=200)[1] for launched in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), errors
+    assert errors[0].count("machine 1 was lost with rank 1") == 1, errors
+    epochs = {line["epoch"] for line in _lines(tmp_path) if "samples" in line}
+    _check(tmp_path, 2, 2, 40, len(epochs))
 
 
 @slow
