@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Protocol, TypeVar, final
@@ -213,7 +213,15 @@ class Members(ABC):
 
     @abstractmethod
     def why_not(self, operation: str) -> str:
-        """Return why ``operation``, a collective of a process group, can't run in such a world."""
+        """Return why ``operation``, which needs a process group, can't run in such a world."""
+
+    @abstractmethod
+    def collective(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the collective ``name`` of `accelerate.utils` over the living ranks."""
+
+    @abstractmethod
+    def gather_for_metrics(self, data: object, loader: object, as_objects: bool, is_receiver: bool) -> object:
+        """Return the joined values that the living ranks computed from the current batch of ``loader``."""
 
     @abstractmethod
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
@@ -225,11 +233,7 @@ class Members(ABC):
 
     @abstractmethod
     def prepare_data_loader(
-        self,
-        dataloader: object,
-        arguments: Mapping[str, object],
-        data_seed: int | None,
-        common: Mapping[str, object],
+        self, dataloader: object, arguments: Mapping[str, object], data_seed: int | None, common: Mapping[str, object]
     ) -> object:
         """Return a prepared loader over the same data.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accelerate.ports import get_free_port
 from tests.slow import slow_for
 
 SCRIPT = """
@@ -24,6 +26,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
 from accelerate.guests.fault_tolerance.membership import Membership
 
@@ -97,6 +100,8 @@ for epoch in range(0 if "FROM_0" in os.environ else loader.iteration, num_epochs
                     break
                 time.sleep(0.05)
                 members.exchange("wait")
+    if any(gather_object([(folder / "enough").exists()])):
+        break
 accelerator.save_model(model, folder / "weights")
 torch.save([model.state_dict(), optimizer.state_dict()["state"], scheduler.get_last_lr()], folder / f"end_{rank}.pt")
 accelerator.wait_for_everyone()
@@ -168,6 +173,39 @@ def test_a_lost_rank_costs_no_sample_and_no_restart(tmp_path: Path) -> None:
     assert launched.returncode == 0, errors
     assert errors.count("was lost (SIGKILL)") == 1, errors
     _check(tmp_path, 2, 2, 60, 2)
+
+
+def test_a_launcher_of_another_machine_that_is_started_again_joins(tmp_path: Path) -> None:
+    """Two launchers on this machine; `make engines` does it with network namespaces."""
+    port = str(get_free_port())
+
+    def start(machine: int) -> subprocess.Popen[str]:
+        where = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank", str(machine))
+        options = ("--num_machines", "2", *where)
+        return _launch(tmp_path, 2, 1, "40", "100000", "0.05", "{}", "0", options=options)
+
+    def wait_for(members: list[int], since: float) -> None:
+        def newest() -> tuple[float, list[int]]:
+            found = [(line["time"], line["members"]) for line in _lines(tmp_path) if "members" in line]
+            return max(found, default=(0.0, []))
+
+        while newest()[0] <= since or newest()[1] != members:
+            assert first.poll() is None, first.communicate()[1]
+            time.sleep(0.05)
+
+    first, second = start(0), start(1)
+    wait_for([0, 1], 0)
+    second.kill()
+    second.communicate()
+    wait_for([0], time.time() + 0.5)
+    second = start(1)
+    wait_for([0, 1], time.time())
+    (tmp_path / "enough").touch()
+    errors = [launched.communicate(timeout=200)[1] for launched in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), errors
+    assert errors[0].count("machine 1 was lost with rank 1") == 1, errors
+    epochs = {line["epoch"] for line in _lines(tmp_path) if "samples" in line}
+    _check(tmp_path, 2, 2, 40, len(epochs))
 
 
 @slow
@@ -263,6 +301,107 @@ def test_a_hundred_random_kills(tmp_path: Path) -> None:
     (tmp_path / "killed.json").write_text(json.dumps(killed))  # for docs/benchmarks.md
     assert len(killed) >= num_kills
     _check(tmp_path, 4, len(list(tmp_path.glob("end_*"))), num_samples, num_epochs)
+
+
+EVALUATION = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+folder, precision = Path(sys.argv[1]), sys.argv[2]
+accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+rank, members = accelerator.process_index, accelerator.world.members
+torch.manual_seed(0)
+x = torch.randn(53, 8)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, torch.arange(53))
+training = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+evaluation = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+start = {name: value.clone() for name, value in model.state_dict().items()}
+model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, training, evaluation)
+samples, scales = [], []
+for number, (inputs, indices) in enumerate(training):
+    with accelerator.accumulate(model):
+        if accelerator.scaler is not None and rank == 1 and number == 3:
+            inputs = inputs * torch.inf  # the sum is infinite on all ranks, which skip this update
+        losses = model(inputs).float().square().mean(1)
+        accelerator.backward(losses.sum(), weight=2 * len(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+    samples.append(accelerator.gather_for_metrics(indices).tolist())  # of which each is in one update all the same
+    scales.append(accelerator.scaler.get_scale() if accelerator.scaler else 1.0)
+found, means = [], accelerator.streaming_mean()
+for number, (inputs, indices) in enumerate(evaluation):
+    if rank == 1 and number == 2 and not members.is_joining:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with torch.no_grad():
+        values = model(inputs).float()[:, 0]
+    values, labels, names = accelerator.gather_for_metrics((values, indices, [str(int(one)) for one in indices]))
+    found += zip(labels.tolist(), values.tolist(), names)
+    if rank == 0:
+        means.update(inputs[:, 0])  # a rank without samples reads an extra one, which doesn't count
+    else:
+        means.update(inputs[:, 0] * 0)
+given = [{"a": torch.tensor([rank + 1.0])}, f"{rank}"]
+number, text = torch.tensor(float(rank)), [str(rank)]
+accelerator.wait_for_everyone()
+(folder / f"{rank}.json").write_text(json.dumps({
+    "samples": samples, "scales": scales, "found": found, "updates": optimizer.num_updates,
+    "weights": model.weight.tolist(), "start": start["weight"].tolist(), "bias": start["bias"].tolist(),
+    "gather": accelerator.gather(given[0])["a"].tolist(), "objects": gather_object([given[1]]),
+    "sum": accelerator.reduce(given[0]["a"], "sum").tolist(),
+    "mean": accelerator.reduce(given[0]["a"], "mean").tolist(),
+    "padded": accelerator.gather(accelerator.pad_across_processes(torch.ones(1, rank + 1), dim=1)).tolist(),
+    "from_2": broadcast_object_list(text, from_process=2),
+    "count": means.sum_and_count()[1],
+}))
+try:
+    broadcast_object_list(text, from_process=1)
+except RuntimeError as error:
+    (folder / f"error_{rank}").write_text(str(error))
+"""
+
+
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=slow), "fp16"])
+def test_an_evaluation_without_a_lost_rank_has_each_sample_once(tmp_path: Path, precision: str) -> None:
+    """The collectives answer with what the living ranks gave, and an overflow on one rank skips the step on all."""
+    (tmp_path / "train.py").write_text(EVALUATION)
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "3"]
+    command = [*launch, "--keep_replicas", "1", str(tmp_path / "train.py"), str(tmp_path)]
+    ended = subprocess.run([*command, precision], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    first, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2))
+    for name, value in first.items():
+        assert value == last[name] or name == "padded", name
+    assert sorted(chain(*first["samples"])) == [*range(53)]
+    assert sorted(label for label, _, _ in first["found"]) == [*range(53)]
+    assert all(name == str(label) for label, _, name in first["found"])
+    assert (first["gather"], first["objects"], first["from_2"]) == ([1, 3], ["0", "2"], ["2"])
+    assert (first["sum"], first["mean"], first["padded"]) == ([4], [2], [[1, 0, 0], [1, 1, 1]])
+    assert all("rank 1 was lost" in (tmp_path / f"error_{rank}").read_text() for rank in (0, 2))
+    torch.manual_seed(0)
+    x, windows = torch.randn(53, 8), [first["samples"][at : at + 2] for at in range(0, len(first["samples"]), 2)]
+    scales = [65536.0 if precision == "fp16" else 1.0, *first["scales"][1::2], *first["scales"][-1:]]
+    skipped = {number for number in range(len(windows)) if scales[number + 1] < scales[number]}
+    assert (1 in skipped) == (precision == "fp16")
+    weight, bias = (torch.tensor(first[name], requires_grad=True) for name in ("start", "bias"))
+    for number, window in enumerate(windows):
+        if number not in skipped:
+            chosen = x[[*chain(*window)]]
+            gradients = torch.autograd.grad(((chosen @ weight.T + bias).square().mean() / 2), (weight, bias))
+            with torch.no_grad():
+                for parameter, gradient in zip((weight, bias), gradients, strict=True):
+                    parameter -= 0.1 * gradient
+    tolerance = 5e-3 if skipped else 1e-5
+    torch.testing.assert_close(torch.tensor(first["weights"]), weight.detach(), rtol=tolerance, atol=tolerance)
+    assert first["updates"] == len(windows) - len(skipped)
+    by_sample = {label: value for label, value, _ in first["found"]}
+    computed = (x @ torch.tensor(first["weights"]).T)[:, 0]
+    difference = torch.tensor([by_sample[index] for index in range(53)]) - computed
+    assert difference.max() - difference.min() < 0.1  # the bias
 
 
 def test_a_watch_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:

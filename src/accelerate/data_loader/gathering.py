@@ -56,6 +56,8 @@ class MetricGather:
         loader, coverages = loader_of(data, self._gradient_state, is_main=self._mesh.world.is_main)
         coverage: BatchCoverage | None = getattr(loader, "coverage", None)
         is_plain = not as_objects and is_of_tensors(data)
+        if readers.members is not None:
+            return readers.members.gather_for_metrics(data, loader, as_objects, is_receiver)
         keep = self._padding_remover(loader, coverage)
         if readers.size == 1:
             if not is_plain and not isinstance(data, torch.Tensor):
@@ -71,9 +73,7 @@ class MetricGather:
             except UnequalTensors:  # raised on every rank: some ranks left out rows, or pass all results so far
                 is_even = False
         if not is_even:
-            return self._joined(
-                data, readers, coverages, coverage, keep, as_objects=as_objects, is_receiver=is_receiver
-            )
+            return self._joined(data, readers, coverages, coverage, keep, as_objects, is_receiver)
         if joined is None or not is_receiver:
             return None
         rows = [[len(tensor) if tensor.ndim else 1] * readers.size for tensor in tensors]
@@ -96,7 +96,6 @@ class MetricGather:
         coverages: dict[int, BatchCoverage | None],
         coverage: BatchCoverage | None,
         keep: _PaddingRemover,
-        *,
         as_objects: bool,
         is_receiver: bool,
     ) -> object:

@@ -73,6 +73,8 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         if world.size == 1:
             return function(*args, **kwargs)
         name = function.__name__
+        if world.members is not None:
+            return world.members.collective(name, args, kwargs)
         coordinator = coordinator_of(world, name)
         # On the host the wait checks the other ranks, so the operation is published only once the wait gets long.
         is_published = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
@@ -237,7 +239,7 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     leaves = flat_tensors(tensor)
     is_flat = leaves is not None
     if leaves is None:
-        leaves = _leaves_of(tensor, "gather")
+        leaves = leaves_of(tensor, "gather")
     buffers = _exchange_first_message(
         "gather",
         tensor,
@@ -257,7 +259,7 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     return recursively_apply(lambda _: next(rest), tensor)
 
 
-def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
+def leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
     """Return the tensors of `data`, in order; raise TypeError (naming `operation`) if it holds anything else."""
     leaves: list[torch.Tensor] = []
 
@@ -397,7 +399,7 @@ def broadcast(tensor: Data, from_process: int = 0, *, world: World | None = None
     _check_source(from_process, here)
     if here.size == 1:
         return tensor
-    leaves = _leaves_of(tensor, "broadcast")
+    leaves = leaves_of(tensor, "broadcast")
     buffers = _exchange_first_message(
         "broadcast",
         tensor,
@@ -449,23 +451,24 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
 def gather_tensor_shape(tensor: torch.Tensor | None, *, world: World | None = None) -> torch.Tensor:
     """Return on every rank, as an integer tensor, the shape of a tensor that one rank passes (the others pass None)."""
     here = world_or_joined(world)
-    mine = None if tensor is None else list(tensor.shape)
-    found = [mine] if here.size == 1 else gather_object([mine], world=here)
-    shape = next((shape for shape in found if shape is not None), None)
-    if shape is None:
-        raise CollectiveError("`gather_tensor_shape`: no rank has a tensor. One of them has to give one.")
+    _, shape, _ = _given_by_one(tensor, "gather_tensor_shape", here)
     return torch.tensor(shape, dtype=torch.int, device=here.device)
+
+
+def _given_by_one(tensor: torch.Tensor | None, name: str, world: World) -> tuple[int, list[int], torch.dtype]:
+    """Return on every rank the rank that passes a tensor, its shape and its dtype."""
+    mine = None if tensor is None else (world.rank, list(tensor.shape), tensor.dtype)
+    found = [mine] if world.size == 1 else gather_object([mine], world=world)
+    given = next((one for one in found if one is not None), None)
+    if given is None:
+        raise CollectiveError(f"`{name}`: no rank has a tensor. One of them has to give one.")
+    return given
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World | None = None) -> torch.Tensor:
     """Copy a tensor that one rank passes (the others pass None) to the device of every rank."""
     here = world_or_joined(world)
-    mine = None if tensor is None else (list(tensor.shape), tensor.dtype)
-    found = [mine] if here.size == 1 else gather_object([mine], world=here)
-    owner = next((rank for rank, description in enumerate(found) if description is not None), None)
-    if owner is None:
-        raise CollectiveError("`copy_tensor_to_devices`: no rank has a tensor. One of them has to give one.")
-    shape, dtype = cast("tuple[list[int], torch.dtype]", found[owner])
+    owner, shape, dtype = _given_by_one(tensor, "copy_tensor_to_devices", here)
     if tensor is None or here.rank != owner:
         tensor = torch.empty(shape, dtype=dtype, device=here.device)
     return broadcast(tensor.detach().clone().to(here.device), owner, world=here)
@@ -498,13 +501,13 @@ def reduce(
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
     here = world_or_joined(world)
-    leaves = _leaves_of(tensor, "reduce")  # raises for other types before any rank waits
+    leaves = leaves_of(tensor, "reduce")  # raises for other types before any rank waits
     if reduction == "none" or (here.size == 1 and scale == 1.0):
         return recursively_apply(torch.Tensor.clone, tensor)
     if here.size == 1:
         return recursively_apply(lambda item: item * scale, tensor)
     for leaf in leaves:
-        _check_reducible(leaf, reduction)
+        check_reducible(leaf, reduction)
     buffers = _exchange_first_message(
         "reduce", tensor, leaves, here, how=reduction, limit_bytes=_SHORT_BYTES, same_shapes=same_shapes
     )
@@ -512,11 +515,11 @@ def reduce(
         return recursively_apply(_reduce_one, tensor, reduction, scale, here)
     rank_rows = iter(buffers.rank_rows)
     return recursively_apply(
-        lambda item: _finished(_over_ranks(next(rank_rows), reduction), item, reduction, scale, here), tensor
+        lambda item: finished(over_ranks(next(rank_rows), reduction), item, reduction, scale, here.size), tensor
     )
 
 
-def _check_reducible(tensor: torch.Tensor, reduction: str) -> None:
+def check_reducible(tensor: torch.Tensor, reduction: str) -> None:
     if reduction == "mean" and _is_exact(tensor):
         raise CollectiveError(
             f"reduce(..., 'mean') of {str(tensor.dtype).removeprefix('torch.')} has no exact answer. Give "
@@ -537,7 +540,7 @@ def _widened(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int64 if _is_exact(like) else torch.float32)
 
 
-def _over_ranks(rank_rows: torch.Tensor, reduction: str) -> torch.Tensor:
+def over_ranks(rank_rows: torch.Tensor, reduction: str) -> torch.Tensor:
     """Return the sum or the maximum of the ranks' tensors, in the order of the ranks."""
     rank_rows = _widened(rank_rows, rank_rows)
     result = rank_rows[0].clone()
@@ -554,13 +557,13 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World
         result = result.clone()
     operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
     _finish(world, dist.all_reduce(result, operation, group=world.group, async_op=True))
-    return _finished(result, tensor, reduction, scale, world)
+    return finished(result, tensor, reduction, scale, world.size)
 
 
-def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+def finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale: float, num_ranks: int) -> torch.Tensor:
     """Return the result of `reduce` for `tensor`, given its sum or maximum over ranks as `result`."""
     if reduction == "mean":
-        result = result / world.size
+        result = result / num_ranks
     if scale != 1.0:
         result = result * scale
     is_count = tensor.dtype == torch.bool and reduction == "sum"
@@ -617,7 +620,7 @@ def pad_across_processes(
         TypeError: there is something other than tensors in the containers.
     """
     here = world_or_joined(world)
-    leaves = _leaves_of(tensor, "pad_across_processes")
+    leaves = leaves_of(tensor, "pad_across_processes")
     sizes = [_size_along(leaf, dim) for leaf in leaves]
     if here.size == 1 or num_present == 1 or not sizes:
         return tensor

@@ -416,8 +416,8 @@ class Supervisor:
         """Return whether the others go on without ``rank``, which has ended; another process may take its place."""
         if self.losses is None:
             return False
-        plan, code = [*self.plan.environments(self.environment)][rank.rank], rank.returncode or 0
-        may_go_on = code != 0 and self._stop is None
+        plan = next(one for one in self.plan.environments(self.environment) if int(one["RANK"]) == rank.rank)
+        code, may_go_on = rank.returncode or 0, bool(rank.returncode) and self._stop is None
         loss = self.losses.ended(rank.rank, code, plan, has_saved=self._is_preempted(rank), may_go_on=may_go_on)
         for other in self._ranks:
             if other.is_running and other.rank in loss.given_up:
@@ -430,7 +430,7 @@ class Supervisor:
         rank.kill_group()
         reaper.remove(rank.pid)
         if loss.replacement is not None:
-            self._start(rank.rank, dict(loss.replacement), reaper)
+            self._start(int(plan["LOCAL_RANK"]), dict(loss.replacement), reaper)
         return True
 
     def _report_stragglers(self, ended: Sequence[Rank]) -> None:

@@ -85,6 +85,8 @@ class Strategy(ABC):
     one_backward: ClassVar[str] = ""
     #: Whether `backward` without ``num_steps`` sums the gradients of all ranks, instead of averaging them.
     sums_gradients: ClassVar[bool] = False
+    #: Whether `backward` takes the ``weight`` of a summed loss, and divides the gradients by the sum of weights.
+    divides_by_weights: ClassVar[bool] = False
     #: Whether a pass through a model can be recomputed by the model alone.
     can_repeat_passes: ClassVar[bool] = False
 

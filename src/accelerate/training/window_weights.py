@@ -22,7 +22,7 @@ from .named_models import NamedWindows, WindowKey, overlap
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
-Backward = Callable[[torch.Tensor], None]
+Backward = Callable[..., None]
 
 
 class Reduction(Protocol):
@@ -30,6 +30,7 @@ class Reduction(Protocol):
 
     one_backward: ClassVar[str]
     sums_gradients: ClassVar[bool]
+    divides_by_weights: ClassVar[bool]
 
 
 @final
@@ -55,18 +56,6 @@ class WindowWeights:
                 "averaged together. Pass weight= in every micro-batch of the window, or in none."
             )
 
-    def _refuse_open_window(self, one_backward: str, *, completes_window: bool) -> None:
-        """Raise if the window has several micro-batches, which the strategy can't weight.
-
-        Raises:
-            PreparationError: the window has several micro-batches.
-        """
-        if self.pending or not completes_window:
-            raise PreparationError(
-                f"backward(loss, weight=...) over several micro-batches: {one_backward}, before their total weight can "
-                "be divided out. Use gradient_accumulation_steps=1, FSDP or DDP, or a mean loss without weight=."
-            )
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -81,11 +70,19 @@ class WindowWeights:
         Args:
             models: returns the prepared models.
             reduction: how ``backward`` reduces gradients.
+
+        Raises:
+            PreparationError: the window has several micro-batches, which the strategy can't weight.
         """
+        if reduction.divides_by_weights:
+            return backward(loss, weight=weight)
         one_backward, sums = reduction.one_backward, reduction.sums_gradients
         completes_window = self._gradient_state.sync_gradients
-        if one_backward:
-            self._refuse_open_window(one_backward, completes_window=completes_window)
+        if one_backward and (self.pending or not completes_window):
+            raise PreparationError(
+                f"backward(loss, weight=...) over several micro-batches: {one_backward}, before their total weight can "
+                "be divided out. Use gradient_accumulation_steps=1, FSDP or DDP, or a mean loss without weight=."
+            )
         # Whether windows have several micro-batches on some rank; at the end of unequal data, this rank's window may
         # have one. All ranks have to scale at the same point: either the loss or the reduced gradients.
         accumulates = sums or (not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows))

@@ -246,6 +246,28 @@ def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) 
         plan(settings(cpu=True, **flags))
 
 
+def test_kept_replicas_of_several_machines_are_numbered_over_all() -> None:
+    machines = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 1234}
+    flags = {"num_processes": 4, "keep_replicas": 1, "min_replicas": 3, "lost_after_seconds": 9.5}
+    made = plan(settings(cpu=True, **machines, **flags))
+    assert made.engine.startswith("fault_tolerant: 2 processes on this host")
+    assert [dict(rank) for rank in made.ranks] == [
+        {"RANK": str(2 + local), "LOCAL_RANK": str(local), "ROLE_RANK": str(2 + local)} for local in range(2)
+    ]
+    expected = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    assert expected.items() <= made.environment.items()
+    assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("10.0.0.1", "1234")
+    assert made.engine_options["lost_after_seconds"] == 9.5 and made.environment["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize("changes", [{"main_process_ip": None}, {"machine_rank": 2}, {"main_process_port": 0}])
+def test_kept_replicas_of_several_machines_need_an_address(changes: dict[str, Any]) -> None:
+    given = {"main_process_ip": "10.0.0.1", "machine_rank": 1, "main_process_port": 1234, **changes}
+    flags = {name: value for name, value in given.items() if value is not None}
+    with pytest.raises(SettingError, match=next(iter(changes))):
+        plan(settings(cpu=True, num_machines=2, num_processes=4, keep_replicas=1, **flags))
+
+
 @pytest.mark.parametrize(
     "flags", [{"multi_gpu": True, "num_processes": 2}, {"gpu_ids": "0,1"}, {"gpu_ids": "0", "num_processes": 1}]
 )

@@ -42,6 +42,35 @@ def test_an_update_without_samples_changes_nothing() -> None:
     assert averaged(0, 0) is None  # the only rank that had a sample was lost; an optimizer leaves such parameters alone
 
 
+def test_an_update_without_samples_is_skipped_by_a_scaler() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    strategy: Any = KeptReplicas.__new__(KeptReplicas)
+    strategy._membership, strategy._trained = TwoMembers(0, 0), [model]
+    strategy._average([0, 0], has_scaler=True)
+    assert model.weight.grad is not None and model.weight.grad.isinf().all()
+
+
+@pytest.mark.parametrize("weights", [(None, 3), (3, None)])
+def test_a_window_with_and_without_weights_is_refused(weights: tuple[int | None, int | None]) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    strategy: Any = KeptReplicas.__new__(KeptReplicas)
+    strategy.options, strategy._trained, strategy._weight, strategy._step_calls = (
+        accelerator.strategy.options,
+        [],
+        0,
+        -1,
+    )
+    strategy._is_weighted = None
+    accelerator.strategy = strategy
+    accelerator.gradient_state.advance()
+    first, second = weights
+    accelerator.backward(model(torch.ones(2, 1)).sum(), weight=first)
+    assert strategy._weight == (first or 1)
+    with pytest.raises(PreparationError, match="in all of them, or in none"):
+        accelerator.backward(model(torch.ones(2, 1)).sum(), weight=second)
+
+
 def test_a_state_that_cannot_be_written_says_where_room_is_missing(tmp_path: Path) -> None:
     membership: Any = Membership.__new__(Membership)
     membership.folder, membership.rank, membership._num_states = tmp_path / "gone", 0, 0
@@ -53,11 +82,8 @@ def test_several_backwards_of_one_update_are_refused_in_the_words_of_kept_replic
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     strategy: Any = KeptReplicas.__new__(KeptReplicas)
-    strategy.retry, strategy.world, strategy.mesh = None, accelerator.world, accelerator.mesh
+    strategy.retry = None
     accelerator.strategy = strategy
     rows = torch.ones(2, 1)
     with pytest.raises(PreparationError, match="but under --keep_replicas the ranks add up"):
         accelerator.backward_in_parts(lambda part: model(part).sum(), rows)
-    accelerator.gradient_state.advance()
-    with pytest.raises(PreparationError, match="several micro-batches: under --keep_replicas"):
-        accelerator.backward(model(rows).sum(), weight=2)

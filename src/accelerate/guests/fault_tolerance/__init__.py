@@ -2,7 +2,10 @@
 
 - `engine`: start and supervise the ranks, and replace lost ones.
 - `launcher_members`: the launcher's part of the membership protocol.
+- `other_hosts`: the same for the launchers of machines other than 0.
+- `connections`: a launcher's connections with ranks and other launchers.
 - `membership`: the ranks' part of it, instead of a process group.
+- `collectives`: gather, reduce and broadcast over the living ranks.
 - `strategy`: average gradients over the ranks that contributed theirs.
 - `shared_epoch`: divide the samples of an epoch among the living ranks.
 - `loop`: let new processes join between batches, or save and end if too few ranks live.
@@ -28,6 +31,7 @@ GUEST: Final = Guest(
             is_instead_of_others=True,
         ),
     ),
+    settings=f"{__name__}.options:GROUPS",
     members={"ACCELERATE_REPLICAS_FOLDER": f"{__name__}.membership:join"},
 )
 

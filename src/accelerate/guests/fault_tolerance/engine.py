@@ -1,10 +1,14 @@
-"""The processes of one machine in a run that continues when a process is lost; lost processes are replaced."""
+"""The processes of this machine in a run that continues when a process is lost; lost processes are replaced."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import selectors
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from ...errors import SettingError
@@ -15,8 +19,12 @@ from ...launch.plan import LaunchPlan, Program
 from ...launch.streams import write_all
 from ...launch.supervisor import Loss, LossPolicy, Reaper, Supervisor, start_command
 from ...launch.torchrun import Torchrun
+from ...ports import DEFAULT_PORT
+from ...settings.preemption import PREEMPTED_EXIT_CODE
 from ...wording import some_ranks
-from .launcher_members import REPLICA_JOINS_VARIABLE, ReplicaMembers
+from .launcher_members import REPLICA_JOINS_VARIABLE, Hosts, LauncherMembers, ReplicaMembers
+from .options import ReplicaOptions
+from .other_hosts import RemoteMembers
 
 if TYPE_CHECKING:
     from ...launch.preflight import Host
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
 _NUM_REPLACEMENTS: Final = "keep_replicas"
 _MINIMUM: Final = "min_replicas"
 _NUM_RESTARTS: Final = "max_restarts"
+_LOST_AFTER: Final = "lost_after_seconds"
 
 
 @final
@@ -54,27 +63,30 @@ class FaultTolerantProcesses(LaunchEngine):
         named = settings.cluster.launcher
         others = [engine for engine in engines() if engine is not self]
         chosen = next(engine for engine in others if (engine.name == named if named else engine.suits(settings, host)))
-        is_here = launch.num_machines == 1 and launch.rdzv_backend == "static" and not launch.rdzv_conf
-        restarts_here = not named and chosen.name == Torchrun.name and is_here and count_processes(settings, host) > 1
-        if chosen.name != LocalProcesses.name and not restarts_here:
+        is_static, size = launch.rdzv_backend == "static" and not launch.rdzv_conf, count_processes(settings, host)
+        if chosen.name != LocalProcesses.name and not (
+            not named and chosen.name == Torchrun.name and is_static and size > 1
+        ):
             raise SettingError(
-                f"{settings.quote('launch.keep_replicas')} keeps several processes of one machine, which --launcher "
-                f"local starts, but these settings start {chosen.name!r}. Give --num_processes of at least 2 on one "
-                "machine, without a rendezvous, or leave --keep_replicas out."
+                f"{settings.quote('launch.keep_replicas')} keeps several processes, which --launcher local starts, but "
+                f"these settings start {chosen.name!r}. Give --num_processes of at least 2, without a rendezvous, or "
+                "leave --keep_replicas out."
             )
-        plan = LocalProcesses().plan(settings, program, host)
-        if launch.min_replicas > plan.num_processes:
+        if launch.min_replicas > size:
             raise SettingError(
-                f"{settings.quote('launch.min_replicas')} is more than the {plan.num_processes} processes of this "
-                "launch, so too few would live from the start. Give at most as many."
+                f"{settings.quote('launch.min_replicas')} is more than the {size} processes of this launch, so too few "
+                "would live from the start. Give at most as many."
             )
+        options = settings.find(ReplicaOptions)
+        plan = _plan_here(settings, program, host)
         return replace(
             plan,
-            engine=f"{self.name}: {plan.num_processes} processes on this host, which continue when one is lost",
+            engine=f"{self.name}: {len(plan.ranks)} processes on this host, which continue when one is lost",
             engine_options={
                 _NUM_REPLACEMENTS: launch.keep_replicas,
                 _MINIMUM: launch.min_replicas,
                 _NUM_RESTARTS: launch.max_restarts,
+                _LOST_AFTER: 0 if options is None else options.lost_after_seconds,
             },
             survives_lost_ranks=True,
         )
@@ -83,22 +95,23 @@ class FaultTolerantProcesses(LaunchEngine):
         """Run all ranks and return 0 or the exit code of the first cause; restart a failed run as planned."""
         from ...settings import env
 
-        num_replacements, minimum, num_restarts = (
-            int(str(plan.engine_options[name])) for name in (_NUM_REPLACEMENTS, _MINIMUM, _NUM_RESTARTS)
-        )
-        number = 0
+        num_restarts, number = int(str(plan.engine_options[_NUM_RESTARTS])), 0
         while True:
-            members = ReplicaMembers(plan.num_processes, num_replacements, minimum)
+            members = _members_of(plan)
             plan = replace(plan, environment={**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(number)})
             supervisor = Supervisor(
                 plan,
                 start_command(plan),
                 env.snapshot(),
                 stop_grace_seconds=plan.grace_seconds,
-                losses=_Losses(members),
+                losses=_Losses(members, has_main=plan.environment["GROUP_RANK"] == "0"),
             )
             try:
                 code = supervisor.run()
+                if members.ending:  # the ranks of other hosts save and end too
+                    members.wait_for_hosts()
+                if isinstance(members, RemoteMembers) and members.is_cut_off:
+                    code = PREEMPTED_EXIT_CODE  # an engine that starts it again lets it join
             finally:
                 members.close()
             if code == 0 or supervisor.received is not None or members.is_preempted or number == num_restarts:
@@ -108,12 +121,49 @@ class FaultTolerantProcesses(LaunchEngine):
             write_all(2, f"{text}{num_restarts}), and resumes where it calls `accelerator.resume()`.\n".encode())
 
 
+def _plan_here(settings: Settings, program: Program, host: Host) -> LaunchPlan:
+    """Return the plan of this machine's processes."""
+    number, machine = settings.launch.num_machines, settings.launch.machine_rank
+    if number == 1:
+        return LocalProcesses().plan(settings, program, host)
+    meeting = Torchrun().plan(settings, program, host)  # checks the address and the port
+    size = count_processes(settings, host)
+    here = copy(settings)
+    here.launch = replace(settings.launch, num_machines=1, num_processes=size // number, main_process_port=0)
+    plan = LocalProcesses().plan(here, program, host)
+    port = settings.launch.main_process_port or DEFAULT_PORT
+    whole = {"GROUP_RANK": machine, "GROUP_WORLD_SIZE": number, "WORLD_SIZE": size, "ROLE_WORLD_SIZE": size}
+    ranks = tuple(
+        {**own, **dict.fromkeys(("RANK", "ROLE_RANK"), str(machine * size // number + local))}
+        for local, own in enumerate(plan.ranks)
+    )
+    environment = {**plan.environment, **{name: str(value) for name, value in whole.items()}, "MASTER_PORT": str(port)}
+    return replace(
+        plan, environment=environment, ranks=ranks, is_here=False, rendezvous=meeting.rendezvous, notes=meeting.notes
+    )
+
+
+def _members_of(plan: LaunchPlan) -> ReplicaMembers | RemoteMembers:
+    """Return the launcher's part of the run: the members themselves, or a connection with machine 0, which has them."""
+    num_replacements, minimum = (int(str(plan.engine_options[name])) for name in (_NUM_REPLACEMENTS, _MINIMUM))
+    lost_after_seconds, here = float(str(plan.engine_options[_LOST_AFTER])), plan.environment
+    size, number, machine = (int(here[name]) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"))
+    if number == 1:
+        return ReplicaMembers(size, num_replacements, minimum, lost_after_seconds=lost_after_seconds)
+    same = [size, number, minimum, *(Path(word).name for word in plan.argv[1:2])]
+    token = hashlib.sha256(json.dumps(same).encode()).hexdigest()
+    hosts = Hosts(number, machine, size // number, here["MASTER_ADDR"], int(here["MASTER_PORT"]), token)
+    if machine:
+        return RemoteMembers(hosts, size, num_replacements, minimum)
+    return ReplicaMembers(size, num_replacements, minimum, lost_after_seconds=lost_after_seconds, hosts=hosts)
+
+
 @final
 class _Losses(LossPolicy):
     """The supervisor's reaction to lost ranks: the other members continue, and a new process replaces the lost one."""
 
-    def __init__(self, members: ReplicaMembers) -> None:
-        self._members = members
+    def __init__(self, members: LauncherMembers, *, has_main: bool) -> None:
+        self._members, self._has_main = members, has_main
 
     def begin(self, selector: selectors.BaseSelector, reaper: Reaper) -> None:
         """Register the members' connections with ``selector``, and remove their folder at the end."""
@@ -123,7 +173,8 @@ class _Losses(LossPolicy):
     def environment(self, plan: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a rank."""
         around = (REPLICA_JOINS_VARIABLE,)  # set by an outer launch
-        return {name: value for name, value in plan.items() if name not in around} | self._members.environment
+        joins = {REPLICA_JOINS_VARIABLE: "1"} if self._members.joins else {}
+        return {name: value for name, value in plan.items() if name not in around} | self._members.environment | joins
 
     def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:
         """Tell the other members that ``rank`` has ended, and return whether they continue."""
@@ -146,8 +197,9 @@ class _Losses(LossPolicy):
         return Loss(True, outlook, joins, given_up)
 
     def missed(self, well: Collection[int]) -> str:
-        """Return a note that the main process was lost, if it was."""
-        if 0 in well:
+        """Wait for the ranks of other hosts, and return a note that the main process was lost, if it was."""
+        self._members.wait_for_hosts()
+        if 0 in well or not self._has_main:
             return ""
         return (
             "the run came to its end without rank 0, which was lost: what the main process does after the loop (`if "

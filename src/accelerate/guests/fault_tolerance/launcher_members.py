@@ -1,23 +1,28 @@
 """The launcher's part of a fault-tolerant run: it decides the membership and answers the members' exchanges.
 
 It needs no torch. Everything runs on the supervisor's thread, so a rank's end is always before or after an exchange.
+With several hosts, the launcher of machine 0 decides, and the others' launchers forward what their ranks send.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import hmac
 import os
 import selectors
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
 from ...errors import LaunchError
+from ...launch.streams import write_all
 from ...wording import by_number, some_ranks
+from .connections import REPLICAS_SOCKET_NAME, Clock, HostLink, RankConnections
 
 #: The launcher's folder, with its socket and the files that ranks exchange.
 REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
@@ -25,50 +30,56 @@ REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
 REPLICA_JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
 #: The minimum number of living members; with fewer, they save and end.
 REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
-#: The launcher's socket in that folder.
-REPLICAS_SOCKET_NAME: Final = "members"
+#: Launchers that hear nothing from each other for so long have lost each other; each sends something every second.
+SILENCE_SECONDS: Final = 7.0
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
 #: The free bytes in shared memory from which on ranks exchange gradients there, instead of in temporary files.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
+#: Operations in which ranks wait for one that prepares or saves, for as long as that takes.
+_WITHOUT_LIMIT: Final = ("members", "prepare", "save_state")
 _UNEVEN: Final = (
     "update: the script counts something that a process in the place of a lost one counts from 0. Begin its loop with "
     "`for epoch in range(loader.iteration, ...)`, and count steps in an object that is registered for checkpointing."
 )
-_ONE_PROCESS: Final = (
-    "under --keep_replicas each rank makes one Accelerator in one process. Start programs from a rank by `accelerate "
-    "launch --num_processes 1`"
-)
 
 
 @final
-class _Connection:
-    """The connection of one process: its rank, and the received part of its next line."""
+@dataclass(frozen=True)
+class Hosts:
+    """The machines of a run, each with ``num_ranks`` ranks; their launchers meet at the address of machine 0.
 
-    def __init__(self, opened: socket.socket) -> None:
-        self.socket, self.rank, self.pending = opened, -1, b""
+    ``token`` is the same for all launchers of the run.
+    """
 
-    def send(self, message: object) -> None:
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # it has ended; the supervisor will say so
-            return
+    number: int
+    machine: int
+    num_ranks: int
+    address: str
+    port: int
+    token: str
+
+    def ranks(self, machine: int) -> range:
+        """Return the ranks of ``machine``."""
+        return range(machine * self.num_ranks, (machine + 1) * self.num_ranks)
 
 
-@final
-class ReplicaMembers:
-    """The members of one run on this host, and the processes that wait to become members.
+class LauncherMembers(ABC):
+    """One launcher's part of a run: the connections and files of its host's ranks, and their replacements.
 
     Args:
-        size: the number of ranks at the start; all of them are members.
-        num_replacements: the maximum number of lost ranks to replace by new processes.
+        size: the number of ranks at the start, on all hosts; all of them are members.
+        num_replacements: the maximum number of this host's lost ranks to replace by new processes.
         minimum: with fewer members, the members save and end.
 
     Attributes:
-        ending: why all members have to save and end; empty while they continue. is_preempted: whether a member got a
-            notice of preemption.
+        members: the living ranks, as far as this launcher knows. ending: why all members have to save and end; empty
+            while they continue. is_preempted: whether a member got a notice of preemption. joins: whether this host's
+            first processes join a run that has begun already.
     """
+
+    joins: bool = False
 
     def __init__(self, size: int, num_replacements: int, minimum: int = 1) -> None:
         self.size: int = size
@@ -81,20 +92,10 @@ class ReplicaMembers:
         self.folder: Path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
         if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(REPLICAS_SOCKET_NAME):
             raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
-        self._connections: dict[int, _Connection] = {}
-        self._unknown: list[_Connection] = []
-        self._arrived: dict[int, tuple[str, Any]] = {}
-        self._waiting: set[int] = set()
-        self._starters = set(range(size))  # ranks whose process was started at the beginning
-        self._ended: set[int] = set()  # the ones of these that have finished
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(str(self.folder / f"{REPLICAS_SOCKET_NAME}.new"))
-        self._listening.listen(128)
-        # Listen before the socket gets its final name.
-        (self.folder / f"{REPLICAS_SOCKET_NAME}.new").rename(self.folder / REPLICAS_SOCKET_NAME)
+        self._ranks = RankConnections(self.folder, self._receive, self._leave)
         if self.folder.parent == _MEMORY_FOLDER:
             remove_left_folders(_MEMORY_FOLDER)
-        self._selector: selectors.BaseSelector | None = None
+        self._clock: Clock | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -103,57 +104,119 @@ class ReplicaMembers:
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Let ``selector`` call this object's functions, which are the data of its keys."""
-        self._selector = selector
-        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        self._ranks.register(selector)
+        if self._clock is not None:
+            self._clock.register(selector, self._tick)
 
     def close(self) -> None:
         """Close all connections, and remove the folder."""
-        for connection in (*self._connections.values(), *self._unknown):
-            connection.socket.close()
-        self._listening.close()
+        self._ranks.close()
+        if self._clock is not None:
+            self._clock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def replace(self) -> bool:
+        """Return whether a lost rank gets a new process, and count the replacement."""
+        if not self.members or self.ending or self.num_replaced >= self.num_replacements:
+            return False
+        self.num_replaced += 1
+        return True
+
+    def wait_for_hosts(self) -> None:
+        """Wait until the ranks of the other hosts have ended, if they need this launcher."""
+
+    @abstractmethod
+    def lost(self, rank: int, *, has_failed: bool = True) -> None:
+        """Note that the process of ``rank`` has ended; the values it sent before still count."""
+
+    @abstractmethod
+    def _receive(self, rank: int, message: dict[str, Any]) -> None:
+        """Handle a message of a rank of this host."""
+
+    @abstractmethod
+    def _leave(self, rank: int) -> None:
+        """Handle the end of a connection of a rank of this host."""
+
+    @abstractmethod
+    def _tick(self) -> None:
+        """Do what is due every second."""
+
+    def _remove_old_states(self, rank: int) -> None:
+        states = sorted(self.folder.glob(f"state_{rank}_*"), key=lambda path: path.stat().st_mtime)
+        for path in states[:-2]:  # the last two may still be read
+            path.unlink(missing_ok=True)
+
+
+@final
+class ReplicaMembers(LauncherMembers):
+    """The members of one run, and the processes that wait to become members.
+
+    Args:
+        lost_after_seconds: kill a rank that hasn't answered an exchange for so long after all others; 0: never.
+        hosts: the machines of the run, of which this is machine 0; None if there is one.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_replacements: int,
+        minimum: int = 1,
+        *,
+        lost_after_seconds: float = 0,
+        hosts: Hosts | None = None,
+    ) -> None:
+        super().__init__(size, num_replacements, minimum)
+        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._arrived_at = 0.0
+        self._waiting: set[int] = set()
+        self._starters = set(range(size))  # ranks whose process was started at the beginning
+        self._ended: set[int] = set()  # the ones of these that have finished
+        self._lost_after_seconds = lost_after_seconds
+        self._hosts = hosts
+        self._links: dict[HostLink, int] = {}  # to machines; -1: it hasn't said which
+        self._known_machines: set[int] = set()
+        self._selector: selectors.BaseSelector | None = None
+        self._listening = None if hosts is None else _listen(hosts.port)
+        if hosts is not None or lost_after_seconds:
+            self._clock = Clock()
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Let ``selector`` call this object's functions, which are the data of its keys."""
+        super().register(selector)
+        self._selector = selector
+        if self._listening is not None:
+            selector.register(self._listening, selectors.EVENT_READ, self._accept_host)
+        for link in self._links:
+            link.register(selector)
+
+    def close(self) -> None:
+        """Close all connections, and remove the folder."""
+        for link in self._links:
+            link.close()
+        if self._listening is not None:
+            self._listening.close()
+        super().close()
 
     # -- messages ------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        assert self._selector is not None
-        connection = _Connection(self._listening.accept()[0])
-        self._unknown.append(connection)
-        read: Callable[[], None] = lambda: self._read(connection)  # noqa: E731
-        self._selector.register(connection.socket, selectors.EVENT_READ, read)
-
-    def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.socket.recv(1 << 20)
-        except OSError:
-            data = b""
-        if not data:
-            self._forget(connection)
-            return
-        *lines, connection.pending = (connection.pending + data).split(b"\n")
-        for line in lines:
-            self._handle(connection, json.loads(line))
-
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
-        if "operation" not in message:
-            if message["rank"] in self._connections:
-                connection.send({"error": f"Rank {message['rank']} is another process, which lives: {_ONE_PROCESS}."})
-                return
-            connection.rank = int(message["rank"])
-            self._unknown.remove(connection)
-            self._connections[connection.rank] = connection
-            return
-        if self._connections.get(connection.rank) is not connection:
-            return  # of a process that has ended
+    def _receive(self, rank: int, message: dict[str, Any], link: HostLink | None = None) -> None:
+        if file := message.get("file"):
+            for other in self._greeted():
+                if other is not link:
+                    other.send({}, file)
         if message["operation"] == "join":
             if not self.ending:
-                self._waiting.add(connection.rank)
+                self._waiting.add(rank)
             return
         if notice := message.get("notice"):
             self.is_preempted = True
             self._end(f"preempted by {notice}")
-        self._arrived[connection.rank] = (message["operation"], message["value"])
+        self._arrived[rank] = (message["operation"], message["value"])
+        self._arrived_at = time.monotonic()
         self._complete()
+
+    def _leave(self, rank: int) -> None:
+        self._waiting.discard(rank)
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
@@ -167,28 +230,13 @@ class ReplicaMembers:
             living = f"{'only ' if self.members else ''}{some_ranks(self.members)} of {self.size}"
             lives = by_number(self.members, "lives", "live")
             self._end(f"{living} {lives}, fewer than --min_replicas {self.minimum}")
-        connection = self._connections.pop(rank, None)
-        if connection is not None:
-            self._forget(connection)
-        states = sorted(self.folder.glob(f"state_{rank}_*"), key=lambda path: path.stat().st_mtime)
-        for path in states[:-2]:  # the last two may still be read
-            path.unlink(missing_ok=True)
+        self._ranks.forget(rank)
+        self._remove_old_states(rank)
         self._complete()
 
     def _end(self, why: str) -> None:
         self.ending = self.ending or why
         self._waiting.clear()
-
-    def _forget(self, connection: _Connection) -> None:
-        assert self._selector is not None
-        if connection.socket.fileno() >= 0:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-        if connection in self._unknown:
-            self._unknown.remove(connection)
-        if self._connections.get(connection.rank) is connection:  # it was registered after its process had ended
-            del self._connections[connection.rank]
-            self._waiting.discard(connection.rank)
 
     def _complete(self) -> None:
         """Answer the running exchange once every living member has sent its value."""
@@ -222,17 +270,120 @@ class ReplicaMembers:
 
     def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
         for rank in ranks:
-            if rank in self._connections:
-                self._connections[rank].send(message)
+            self._ranks.send(rank, message)
+        for link in self._greeted():
+            if there := sorted(ranks.intersection(self._ranks_of(self._links[link]))):
+                link.send({"to": there, "message": message})
 
-    # -- replacement ---------------------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------------
 
-    def replace(self) -> bool:
-        """Return whether a lost rank gets a new process, and count the replacement."""
-        if not self.members or self.ending or self.num_replaced >= self.num_replacements:
-            return False
-        self.num_replaced += 1
-        return True
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for link in self._greeted():
+            link.send({})
+        for link in [*self._links]:
+            link.run()  # this launcher may not have read for a while either
+            if link in self._links and now - link.heard_at > SILENCE_SECONDS:
+                self._lose_host(link, f"nothing was heard from it for {SILENCE_SECONDS:.0f} s")
+        late = self.members - self._arrived.keys()
+        operations = {operation for operation, _ in self._arrived.values()}
+        is_limited = self._lost_after_seconds and operations and operations.isdisjoint(_WITHOUT_LIMIT)
+        if is_limited and late and now - self._arrived_at > self._lost_after_seconds:
+            self._arrived_at = now
+            say(
+                f"{some_ranks(late)} {by_number(late, 'has', 'have')} not answered for {self._lost_after_seconds:g} s, "
+                f"and the others wait in {' and '.join(operations)}: {by_number(late, 'it is', 'they are')} killed."
+            )
+            for rank in late:
+                self._ranks.kill(rank)
+            for link in self._greeted():
+                link.send({"kill": sorted(late)})
+
+    # -- other hosts ---------------------------------------------------------------------------------------
+
+    def _greeted(self) -> list[HostLink]:
+        return [link for link, machine in self._links.items() if machine >= 0]
+
+    def _ranks_of(self, machine: int) -> range:
+        assert self._hosts is not None, "only then there are links"
+        return self._hosts.ranks(machine)
+
+    def _accept_host(self) -> None:
+        assert self._listening is not None and self._selector is not None
+        opened, _ = self._listening.accept()
+        link = HostLink(
+            opened,
+            self.folder,
+            lambda message: self._receive_from(link, message),
+            lambda why: self._lose_host(link, why),
+        )
+        self._links[link] = -1
+        link.register(self._selector)
+
+    def _greet(self, link: HostLink, message: dict[str, Any]) -> None:
+        """Answer the first message of a launcher: the number of its machine."""
+        assert self._hosts is not None
+        machine: Any = message.get("machine")
+        error = ""
+        if not hmac.compare_digest(str(message.get("token")).encode(), self._hosts.token.encode()):
+            error = "it belongs to another run, or was given other arguments than machine 0"
+        elif machine not in range(1, self._hosts.number):
+            error = f"there is no machine {machine} among {self._hosts.number}"
+        joins = machine in self._known_machines
+        # The end of the launcher before it isn't known yet, or the run ends, and may be started again.
+        again = machine in self._links.values() or (joins and bool(self.ending or not self.members))
+        link.send({"error": error, "again": again, "joins": joins, "members": sorted(self.members)})
+        if error or again:
+            return
+        self._links[link], link.takes_files = machine, True
+        self._known_machines.add(machine)
+        for operation, value in self._arrived.values():
+            if operation == "admit" and value["path"]:  # its ranks may be among those who join with this state
+                link.send({}, value["path"])
+
+    def _receive_from(self, link: HostLink, message: dict[str, Any]) -> None:
+        machine = self._links[link]
+        if machine < 0:
+            if message:
+                self._greet(link, message)
+        elif message.get("rank") in self._ranks_of(machine):
+            rank = message["rank"]
+            if "message" in message:
+                self._receive(rank, message["message"], link)
+                self._remove_old_states(rank)
+            elif "failed" in message:
+                self.lost(rank, has_failed=message["failed"])
+            else:
+                self._leave(rank)
+
+    def _lose_host(self, link: HostLink, why: str) -> None:
+        machine = self._links.pop(link)
+        link.close()
+        lost = sorted((self.members | self._waiting).intersection(self._ranks_of(machine))) if machine >= 0 else []
+        for rank in lost:
+            self.lost(rank)
+        if lost:
+            outlook = f"The run continues with {some_ranks(self.members)}." if self.members else "No rank is left."
+            say(f"machine {machine} was lost with {some_ranks(lost)} ({why}). {self.ending or outlook}")
+
+    def wait_for_hosts(self) -> None:
+        """Keep the membership until the ranks of the other hosts have ended."""
+        with selectors.DefaultSelector() as selector:
+            self.register(selector)
+            while self.members and self._greeted():
+                for key, _ in selector.select():
+                    key.data()
+
+
+def _listen(port: int) -> socket.socket:
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher."""
+    write_all(2, f"accelerate launch: {text}\n".encode())
 
 
 def remove_left_folders(place: Path) -> None:

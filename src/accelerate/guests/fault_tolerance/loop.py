@@ -20,13 +20,13 @@ def join_replicas(run: Accelerator) -> LoopHook:
     """Return the hook that lets processes join ``run`` between batches, or this process before its first batch.
 
     Raises:
-        SettingError: the run has a minimum of ranks but no folder to save to, or it computes in fp16 or fp8.
+        SettingError: the run has a minimum of ranks but no folder to save to, or it computes in fp8.
     """
     precision = run.settings.run.mixed_precision
-    if precision in ("fp16", "fp8"):
+    if precision == "fp8":
         raise SettingError(
-            f"mixed_precision={precision} under `accelerate launch --keep_replicas` isn't built: the ranks of such a "
-            "run share gradients only. Leave it out, or --keep_replicas."
+            "mixed_precision=fp8 under `accelerate launch --keep_replicas` isn't built: a new process would need the "
+            "scales of the others. Use bf16 or fp16, or leave --keep_replicas out."
         )
     membership = run.world.members
     assert isinstance(membership, Membership), "called only then"
@@ -131,5 +131,6 @@ class _KeptRun(LoopHook):
         run.gradient_state.step = state["step"]
 
     def _stateful(self) -> list[Any]:
-        run = self._run
-        return [*run._models, *run._optimizers, *run._schedulers, *run._custom_objects]
+        run, scaler = self._run, self._run.precision.scaler
+        scalers = [] if scaler is None else [scaler]
+        return [*run._models, *run._optimizers, *run._schedulers, *run._custom_objects, *scalers]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
@@ -23,12 +24,8 @@ from ...errors import CheckpointError, CollectiveError, WorldError
 from ...seams import Members, NoticeSource
 from ...settings.env import read
 from ...settings.preemption import PREEMPTED_EXIT_CODE
-from .launcher_members import (
-    REPLICA_JOINS_VARIABLE,
-    REPLICAS_FOLDER_VARIABLE,
-    REPLICAS_MINIMUM_VARIABLE,
-    REPLICAS_SOCKET_NAME,
-)
+from .connections import REPLICAS_SOCKET_NAME
+from .launcher_members import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -64,13 +61,15 @@ class Membership(Members):
         folder: the launcher's folder.
         joins: this process replaces a lost one; it becomes a member once it has a member's state.
         minimum: with fewer living members, the members save and end.
+        has_hosts: members are on several hosts; objects of others are read without what a pickle could call.
     """
 
-    def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1) -> None:
+    def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1, has_hosts: bool = False) -> None:
         self.folder: Path = folder
         self.rank: int = rank
         self.is_joining: bool = joins
         self.minimum: int = minimum
+        self._has_hosts = has_hosts
         #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
@@ -90,7 +89,7 @@ class Membership(Members):
                 "`accelerate launch --keep_replicas N`, which sets the variable, or unset it."
             ) from error
         self._answers = self._connection.makefile("rb")
-        self._send({"rank": rank, "joins": joins})
+        self._send({"rank": rank, "joins": joins, "pid": os.getpid()})
 
     @property
     def is_behind(self) -> bool:
@@ -108,11 +107,23 @@ class Membership(Members):
             self.exchange("wait_for_everyone")
 
     def why_not(self, operation: str) -> str:
-        """Return the reason: the ranks exchange only gradients."""
+        """Return the reason: there is no process group."""
         return (
-            f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run share gradients only, "
-            "as any rank may be lost. Compute metrics on the main process, or leave --keep_replicas out."
+            f"`{operation}` under `accelerate launch --keep_replicas`: the ranks of such a run have no process group, "
+            "as any rank may be lost. Leave that out, or --keep_replicas."
         )
+
+    def collective(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the collective ``name`` over the living members."""
+        from .collectives import COLLECTIVES
+
+        return COLLECTIVES[name](self, *args, **kwargs)
+
+    def gather_for_metrics(self, data: object, loader: object, as_objects: bool, is_receiver: bool) -> object:
+        """Return the joined values that the living members computed from the current batch of ``loader``."""
+        from .collectives import gather_for_metrics
+
+        return gather_for_metrics(self, data, loader, as_objects, is_receiver)
 
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
         """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, everywhere.
@@ -142,11 +153,7 @@ class Membership(Members):
         return found["address"]
 
     def prepare_data_loader(
-        self,
-        dataloader: object,
-        arguments: Mapping[str, object],
-        data_seed: int | None,
-        common: Mapping[str, object],
+        self, dataloader: object, arguments: Mapping[str, object], data_seed: int | None, common: Mapping[str, object]
     ) -> object:
         """Return a loader over the same data, with samples divided among the living ranks."""
         from .shared_epoch import shared_loader
@@ -162,8 +169,11 @@ class Membership(Members):
 
     # -- exchanges -----------------------------------------------------------------------------------------
 
-    def exchange(self, operation: str, value: object = None) -> Answer:
+    def exchange(self, operation: str, value: object = None, file: str | None = None) -> Answer:
         """Send ``value`` to all members, and return all members' values; before this process joins, only its own.
+
+        Args:
+            file: the name of a file in the folder, which all members' hosts have once they get the answer.
 
         Raises:
             CollectiveError: members are in different operations, this process hasn't joined yet, or the launcher has
@@ -177,7 +187,7 @@ class Membership(Members):
         if self.is_entering:
             return Answer({self.rank: value}, self.members, self.joining, self.ending)
         notice = None if self.notices is None else self.notices.take(0)
-        self._send({"operation": operation, "value": value, "notice": notice})
+        self._send({"operation": operation, "value": value, "notice": notice, "file": file})
         return self._receive()
 
     def _send(self, message: Mapping[str, object]) -> None:
@@ -194,15 +204,19 @@ class Membership(Members):
         self.members, self.joining, self.ending = answer.members, answer.joining, answer.ending
         return answer
 
-    def made_by_lowest(self, operation: str, make: Callable[[], Made]) -> tuple[Made, bool]:
+    def made_by_lowest(self, operation: str, make: Callable[[], Made], *, is_file: bool = False) -> tuple[Made, bool]:
         """Call ``make()`` on the lowest member only; return its value, and whether this rank is that member.
 
         If it dies before it has sent the value (JSON, not None), the next member calls ``make``.
+
+        Args:
+            is_file: the value is the name of a file in the folder.
         """
         while True:
             lowest = min(self.members or self.exchange("members").members)
             own = make() if self.rank == lowest else None
-            given = [value for value in self.exchange(operation, own).values.values() if value is not None]
+            values = self.exchange(operation, own, str(own) if is_file and own is not None else None).values
+            given = [value for value in values.values() if value is not None]
             if given:
                 return given[0], own is not None
 
@@ -219,7 +233,7 @@ class Membership(Members):
         self._num_updates += 1
         self._buffer(self.rank, turn, flat).copy_(flat)
         given = {"turn": turn, "size": flat.numel(), "value": value}
-        values = self.exchange("update", given).values
+        values = self.exchange("update", given, _buffer_name(self.rank, turn, flat)).values
         sizes = {rank: given["size"] for rank, given in sorted(values.items())}
         if len(set(sizes.values())) > 1:
             raise CollectiveError(
@@ -236,7 +250,7 @@ class Membership(Members):
         return self._buffer(rank, (self._num_updates - 1) % 2, flat)[start:]
 
     def _buffer(self, rank: int, turn: int, like: torch.Tensor) -> torch.Tensor:
-        path = self.folder / f"gradients_{rank}_{turn}_{like.numel()}"  # parameters may be frozen on the way
+        path = self.folder / _buffer_name(rank, turn, like)
         if path not in self._mapped:
             size = like.numel() * like.element_size()
             with path.open("ab") as file:
@@ -252,30 +266,36 @@ class Membership(Members):
             self._mapped[path] = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
         return self._mapped[path]
 
-    # -- states --------------------------------------------------------------------------------------------
+    # -- objects and states --------------------------------------------------------------------------------
+
+    def share(self, operation: str, own: object) -> dict[int, Any]:
+        """Return the objects of all living members by rank, in the order of ranks, with tensors on the CPU."""
+        name = self._write(own)
+        names = self.exchange(operation, name, name).values
+        return {rank: self._load(names[rank]) for rank in sorted(names)}
 
     def share_state(self, operation: str, make: Callable[[], object]) -> Any:
         """Return the lowest member's state, created there by ``make``; None on the lowest member itself."""
-        path, is_own = self.made_by_lowest(operation, lambda: self._write(make()))
-        return None if is_own else _load(path)
+        name, is_own = self.made_by_lowest(operation, lambda: self._write(make()), is_file=True)
+        return None if is_own else self._load(name)
 
     def receive_state(self) -> Any:
         """Wait until the members admit this process, and return their common state."""
         self._send({"operation": "join", "value": None})
         answer = self._receive()
         self.is_joining, self._num_updates = False, answer.values[-1]
-        return _load(next(value for rank, value in sorted(answer.values.items()) if rank >= 0 and value))
+        return self._load(next(value for rank, value in sorted(answer.values.items()) if rank >= 0 and value))
 
     def admit(self, make: Callable[[], object]) -> None:
         """Let the waiting processes join, with the state of the lowest member."""
         while self.joining:
-            path = self._write(make()) if self.rank == min(self.members) else None
-            answer = self.exchange("admit", {"path": path, "updates": self._num_updates})
+            name = self._write(make()) if self.rank == min(self.members) else None
+            answer = self.exchange("admit", {"path": name, "updates": self._num_updates}, name)
             if any(given["path"] for given in answer.values.values()):
                 return
 
     def _write(self, state: object) -> str:
-        """Write a state that others may read until this rank has written two more; return its path."""
+        """Write an object that others may read until this rank has written two more; return the file's name."""
         self._num_states += 1
         path = self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states}"
         try:
@@ -286,19 +306,28 @@ class Membership(Members):
                 f"{path}: no room for the state of a rank, which others read ({error}). {_ROOM}"
             ) from error
         (self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states - 2}").unlink(missing_ok=True)
-        return str(path)
+        return path.name
+
+    def _load(self, name: str) -> Any:
+        # Registered objects may hold anything. Only this user can write into the folder, unless there are other hosts.
+        try:
+            return torch.load(self.folder / name, weights_only=self._has_hosts, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            raise CollectiveError(
+                f"members on several machines exchange only tensors, numbers, text and containers of these: {error}"
+            ) from error
 
 
 def join(rank: int) -> Membership:
     """Return the membership of ``rank``, according to the launcher's environment variables."""
     minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
     joins = bool(read(REPLICA_JOINS_VARIABLE))
-    return Membership(Path(read(REPLICAS_FOLDER_VARIABLE) or ""), rank, joins=joins, minimum=minimum)
+    folder, has_hosts = Path(read(REPLICAS_FOLDER_VARIABLE) or ""), int(read("GROUP_WORLD_SIZE") or 1) > 1
+    return Membership(folder, rank, joins=joins, minimum=minimum, has_hosts=has_hosts)
 
 
-def _load(path: str) -> Any:
-    # Pickles, because registered objects may hold anything; only this user can write into the launcher's folder.
-    return torch.load(path, weights_only=False, map_location="cpu")
+def _buffer_name(rank: int, turn: int, like: torch.Tensor) -> str:
+    return f"gradients_{rank}_{turn}_{like.numel()}"  # parameters may be frozen on the way
 
 
 _ROOM: Final = "Give /dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."

@@ -120,6 +120,8 @@ class SharedLoader(PreparedLoader):
         self.epoch_shared: SharedEpoch = SharedEpoch(size, drop_last=self._drop_last)
         self.num_own_samples: int = 0  # of the current batch
         self.is_trained: bool = False  # whether its batches were used for updates
+        self.has_backward: bool = False  # whether this pass's batches are used for updates
+        self._gathered: set[int] | None = None  # the ranks whose results of the open batches were gathered
         self._is_restored = False
         self.num_passes: int = 0  # passes that the script has begun, including missed ones
         self._first_epoch = -1
@@ -139,6 +141,16 @@ class SharedLoader(PreparedLoader):
     def _note_start(self) -> None:
         if self._first_epoch < 0:
             self._first_epoch = self.progress.epoch
+
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        """The numbers of valid rows and of all rows of this rank's batch; a rank without samples reads an extra one."""
+        return self.num_own_samples, max(1, self.num_own_samples)
+
+    def note_gathered(self, ranks: Iterable[int]) -> None:
+        """Record the ranks whose results were gathered; in an evaluation, the samples of others are read again."""
+        if not self.membership.is_behind:
+            self._gathered = set(ranks)
 
     _prefetches_batches = False  # reading a batch counts as taking it, so none is read in advance
 
@@ -239,7 +251,7 @@ class SharedLoader(PreparedLoader):
         if not self._is_restored:
             size, drop_last = self.epoch_shared.batch_size, self._drop_last
             self.epoch_shared = SharedEpoch(size, self._draw_order(), drop_last=drop_last)
-        self._is_restored = False
+        self._is_restored = self.has_backward = False
         self.num_passes += 1
         return self._deliver(self.epoch_shared)
 
@@ -254,6 +266,9 @@ class SharedLoader(PreparedLoader):
                 is_last = not epoch.has_step(members)
                 info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
                 yield plan.place(batch), info
+                if self._gathered is not None and not self.has_backward:
+                    epoch.commit(self._gathered)
+                self._gathered = None
                 if membership.members != members or epoch.num_returns != num_returns:
                     break  # the samples read ahead now belong to another rank
 

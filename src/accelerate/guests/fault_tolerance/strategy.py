@@ -26,6 +26,7 @@ class KeptReplicas(Strategy):
     """One replica per process; gradients are averaged over the samples of the ranks that contributed."""
 
     one_backward = "under --keep_replicas the ranks add up their gradients in the last backward of an update"
+    divides_by_weights = True
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
@@ -39,7 +40,8 @@ class KeptReplicas(Strategy):
         assert isinstance(world.members, Membership), "chosen only then"
         self._membership: Membership = world.members
         self._trained: list[torch.nn.Module] = []
-        self._weight = 0.0  # samples of the open window
+        self._weight = 0.0  # samples of the open window, or the weights that the script gave
+        self._is_weighted: bool | None = None  # whether the open window has such weights
         self._step_calls = -1  # at the last sum of gradients
 
     @property
@@ -68,13 +70,30 @@ class KeptReplicas(Strategy):
         return model
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        scaler: torch.amp.GradScaler | None,
+        num_steps: float = 1,
+        weight: torch.Tensor | float | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Accumulate the gradients of ``loss``; at the end of the window, average them over all its samples."""
+        """Accumulate the gradients of ``loss``; at the end of the window, average them over all its samples.
+
+        With a gradient scaler, an infinite gradient of one rank is infinite in the sum, so all ranks skip the update.
+
+        Args:
+            weight: the number of items in the sum ``loss``; None if ``loss`` is a mean over the batch.
+
+        Raises:
+            PreparationError: the gradients of this update were added up already, or only some losses have a weight.
+        """
         state = self.options.gradient_state
         assert state is not None, "the Accelerator gives it"
-        if scaler is not None:
-            raise PreparationError("fp16 with a gradient scaler under --keep_replicas isn't built. Use bf16, or no.")
+        if self._is_weighted not in (None, weight is not None):
+            raise PreparationError(
+                "backward() with weight= in only some micro-batches of one update: sums and means can't be averaged "
+                "together. Give weight= in all of them, or in none."
+            )
         is_added_up = self._step_calls == state.num_step_calls  # no optimizer has stepped since the last sum
         if is_added_up and any(p.grad is not None for model in self._trained for p in model.parameters()):
             raise PreparationError(
@@ -83,18 +102,22 @@ class KeptReplicas(Strategy):
             )
         loaders = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
         shared = loaders[-1] if loaders else None
-        weight = 1 if shared is None else shared.num_own_samples
-        (loss * weight).backward(**kwargs)
-        self._weight += weight
+        num_samples = 1 if shared is None else shared.num_own_samples
+        items = num_samples if weight is None else float(weight) * bool(num_samples)
+        loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
+        (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
+        self._weight, self._is_weighted = self._weight + items, weight is not None
+        if shared is not None:
+            shared.has_backward = True
         if not state.sync_gradients:
             return
         checksum = 0 if shared is None else shared.epoch_shared.checksum
-        contributions = self._average([self._weight, checksum])
-        self._weight, self._step_calls = 0.0, state.num_step_calls
+        contributions = self._average([self._weight, checksum], has_scaler=scaler is not None)
+        self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
         if shared is not None:
             shared.commit(contributions, [int(given[1]) for given in contributions.values()])
 
-    def _average(self, contribution: list[float]) -> dict[int, list[float]]:
+    def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
         """Average the gradients over the samples of all contributors; return their contributions."""
         parameters = [p for model in self._trained for p in model.parameters() if p.requires_grad]
         buffers = [b for model in self._trained for b in model.buffers() if b.is_floating_point()]
@@ -112,8 +135,9 @@ class KeptReplicas(Strategy):
             for parameter, is_used in zip(parameters, total[num_values : num_values + len(parameters)], strict=True):
                 values = total[start : start + parameter.numel()].view_as(parameter)
                 start += parameter.numel()
-                if not weights:  # no contributing rank had a sample: the update is zero
-                    parameter.grad = None
+                if not weights:  # no contributing rank had a sample: there is no update
+                    # A scaler needs a gradient, and leaves out the update of an infinite one.
+                    parameter.grad = torch.full_like(parameter, torch.inf) if has_scaler else None
                 elif is_used:
                     mean = (values / weights).to(parameter.device, parameter.dtype)
                     parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)

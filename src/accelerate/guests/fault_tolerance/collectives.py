@@ -1,0 +1,132 @@
+"""The collectives of a fault-tolerant run: the values of the living members, the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ...callers import call_site
+from ...data_loader.gathering import Joiner, tensors_of, with_tensors
+from ...data_loader.sampling import BatchCoverage
+from ...distributed.collectives import REDUCTIONS, check_reducible, finished, leaves_of, over_ranks
+from ...errors import CollectiveError, SettingError, UnequalTensors
+from ...nested import get_shape, recursively_apply
+from .shared_epoch import SharedLoader
+
+if TYPE_CHECKING:
+    from .membership import Membership
+
+
+def _gather(members: Membership, tensor: Any, *, to: int | None = None, **_: object) -> Any:
+    rows, shared = _share_tensors(members, "gather" if to is None else f"gather to={to}", tensor)
+    if to not in (None, members.rank):
+        return None
+    joined = iter([torch.cat([piece.reshape(1) if piece.ndim == 0 else piece for piece in row]) for row in rows])
+    return recursively_apply(lambda leaf: next(joined).to(leaf.device), shared)
+
+
+def _reduce(members: Membership, tensor: Any, reduction: str = "mean", scale: float = 1.0, **_: object) -> Any:
+    if reduction not in REDUCTIONS:
+        raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
+    for leaf in leaves_of(tensor, "reduce"):
+        check_reducible(leaf, reduction)
+    if reduction == "none":
+        return recursively_apply(torch.Tensor.clone, tensor)
+    rows, shared = _share_tensors(members, f"reduce {reduction}", tensor)
+    rest = iter(rows)
+
+    def reduce_leaf(leaf: torch.Tensor) -> torch.Tensor:
+        row = next(rest)
+        return finished(over_ranks(torch.stack(row), reduction), leaf, reduction, scale, len(row))
+
+    return recursively_apply(reduce_leaf, shared)
+
+
+def _share_tensors(members: Membership, operation: str, tensor: Any) -> tuple[list[tuple[torch.Tensor, ...]], Any]:
+    """Return all members' tensors for each tensor in ``tensor``, in the order of ranks, and ``tensor`` itself.
+
+    Raises:
+        UnequalTensors: on all members, if the shapes or dtypes differ.
+    """
+    own = [leaf.detach().cpu() for leaf in leaves_of(tensor, operation)]
+    parts = members.share(operation, own)
+    kinds = {rank: [(list(leaf.shape), str(leaf.dtype)) for leaf in part] for rank, part in parts.items()}
+    if any(kind != kinds[min(kinds)] for kind in kinds.values()):
+        lines = "\n".join(f"  - Process {rank}: {kind}" for rank, kind in kinds.items())
+        raise UnequalTensors(f"`{operation}` at {call_site()}: the ranks' tensors differ in shape or dtype:\n{lines}")
+    return [*zip(*parts.values(), strict=True)], tensor
+
+
+def _broadcast(members: Membership, tensor: Any, from_process: int = 0, **_: object) -> Any:
+    leaves = leaves_of(tensor, "broadcast")
+    own = [leaf.detach().cpu() for leaf in leaves] if members.rank == from_process else None
+    given = _of_one(members, "broadcast", own, from_process)
+    if given is not None and members.rank != from_process:
+        shapes = [leaf.shape for leaf in leaves]
+        if shapes != [value.shape for value in given]:
+            raise UnequalTensors(
+                f"`broadcast` at {call_site()}: rank {members.rank} has {get_shape(tensor)}, but rank {from_process} "
+                f"sent {get_shape(given)}. Give tensors of the same shapes on all ranks."
+            )
+        with torch.no_grad():
+            for leaf, value in zip(leaves, given, strict=True):
+                leaf.copy_(value)
+    return tensor
+
+
+def _broadcast_object_list(
+    members: Membership, object_list: list[Any], from_process: int = 0, **_: object
+) -> list[Any]:
+    own = object_list if members.rank == from_process else None
+    given = _of_one(members, "broadcast_object_list", own, from_process)
+    if given is not None:
+        object_list[:] = given
+    return object_list
+
+
+def _of_one(members: Membership, operation: str, own: Any, rank: int) -> Any:
+    """Return what ``rank`` gave; None in a process that hasn't reached the others' position yet."""
+    given = members.share(f"{operation} from_process={rank}", own)
+    if rank not in given and not members.is_behind:
+        raise CollectiveError(
+            f"`{operation}` at {call_site()}: rank {rank} was lost, and its new process hasn't joined yet. Compute the "
+            "values on every rank, or use gather_object and take the first one."
+        )
+    return given.get(rank)
+
+
+def _gather_object(members: Membership, object: Any, **_: object) -> list[Any]:
+    return [item for part in members.share("gather_object", [*object]).values() for item in part]
+
+
+#: The implementations of the functions of `accelerate.utils`, by name.
+COLLECTIVES: Final[Mapping[str, Callable[..., Any]]] = {
+    "gather": _gather,
+    "gather_object": _gather_object,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "broadcast_object_list": _broadcast_object_list,
+}
+
+
+def gather_for_metrics(
+    members: Membership, data: object, loader: object, as_objects: bool, is_receiver: bool
+) -> object:
+    """Return the joined values that the living members computed from the current batch of ``loader``.
+
+    In an evaluation, the samples of a rank that was lost before it gave its values are read again by the others.
+    """
+    tensors, shared = tensors_of(data), loader if isinstance(loader, SharedLoader) else None
+    on_host = with_tensors(data, [tensor.detach().cpu() for tensor in tensors])
+    parts = members.share("gather_for_metrics", (on_host, None if shared is None else shared.own_rows))
+    if shared is not None:
+        shared.note_gathered(parts)
+    if not is_receiver:
+        return None
+    rows = [rows for _, rows in parts.values() if rows is not None]
+    is_known = len(rows) == len(parts)
+    coverage = BatchCoverage(tuple(valid for valid, _ in rows), tuple(size for _, size in rows)) if is_known else None
+    joined = Joiner(lambda _: coverage, 0, as_objects=as_objects).join([value for value, _ in parts.values()])
+    return with_tensors(joined, [tensor.to(tensors[0].device) for tensor in tensors_of(joined)]) if tensors else joined
