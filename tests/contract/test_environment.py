@@ -313,5 +313,5 @@ def test_settings_are_imported_without_torch_and_with_few_modules() -> None:
     ours = [name for name in modules if name.startswith("accelerate")]
     assert {name.partition(".")[0] for name in modules} <= {*sys.stdlib_module_names, "accelerate"}, modules
     # 40 of ours and up to 71 of Python's: 0.03 to 0.06 CPU seconds on a quiet machine, with the package itself.
-    assert len(ours) <= 46, ours
+    assert len(ours) <= 48, ours
     assert len(modules) - len(ours) <= 110, modules

@@ -125,6 +125,37 @@ def test_replicas_stay_equal_when_training_goes_on_without_islands(kind: str) ->
     run_on_ranks(_trains_on, 2, kind)
 
 
+def _uses_a_part(kind: str) -> tuple[bool, list[torch.Tensor]]:
+    """Train with a layer that one rank never uses; return whether its optimizer has state, and the weights."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model: Any = Partly()
+    inner = optimizer_of("adamw", model)
+    model, optimizer = accelerator.prepare(model, inner)
+    rank = accelerator.process_index
+    with (
+        DiLoCo(accelerator, model, inner_steps=2, fragments=1)
+        if kind == "DiLoCo"
+        else LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+    ) as averaging:
+        for step in range(4):
+            inputs, targets = batch(step, rank)
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs, rank == 0), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            averaging.step()
+    accelerator.compare_replicas()
+    return model.module.unused.weight in inner.state, weights_of(model)
+
+
+@pytest.mark.parametrize("kind", ["DiLoCo", "LocalSGD"])
+def test_state_that_only_some_ranks_have_begins_anew(kind: str) -> None:
+    (first, weights), (second, others) = run_on_ranks(_uses_a_part, 2, kind)
+    assert not first and not second and equal(weights, others)
+
+
 def _train_shards(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)

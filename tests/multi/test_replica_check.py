@@ -178,7 +178,7 @@ def test_what_may_differ_is_left_alone() -> None:
             step(*made)
             local.step()
             said = [what_is_said(accelerator)]
-        said.append(what_is_said(accelerator) and "averaged parameters, own states")
+        said.append(what_is_said(accelerator))  # parameters and states are averaged
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         second = nn.Linear(4, 2)
@@ -188,7 +188,7 @@ def test_what_may_differ_is_left_alone() -> None:
         step(again, second, prepared)
         return [*said, what_is_said(again)]
 
-    assert run_on_ranks(on_rank, 2) == [["", "averaged parameters, own states", ""]] * 2
+    assert run_on_ranks(on_rank, 2) == [["", "", ""]] * 2
     assert run_on_ranks(lambda: what_is_said(parts()[0]), 1) == [""]
 
 

@@ -34,6 +34,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     "Python's own protocol of attributes and keys": (
         "*.__getattr__ AttributeError",
         "lazy.py names_from.get AttributeError",
+        "lazy.py names_of_stub.get AttributeError",
         "settings/option.py option_of KeyError",
         "settings/tree.py Settings.address_of KeyError",
         "state.py _View.debug AttributeError",
@@ -129,10 +130,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "checkpointing/store.py CheckpointStore._check_manifest_is_ours FileExistsError",
         "checkpointing/store.py CheckpointStore._make_staging NotADirectoryError",
     ),
-    "an interruption that is passed on": (
-        "commands/config/terminal.py _keys.read_key KeyboardInterrupt",
-        "launch/functions.py run_ranks KeyboardInterrupt",
-    ),
+    "an interruption that is passed on": ("launch/functions.py run_ranks KeyboardInterrupt",),
 }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import distributed as dist
@@ -37,12 +36,27 @@ def average_optimizer_states(
     """Set the optimizer states of ``model`` to their mean over ``group``; return the bytes that leave.
 
     With equal weights but other momentum, replicas would part again at the next update. State that isn't of
-    floating-point numbers is that of the first island.
+    floating-point numbers is that of the first island. Where only some ranks have state of a parameter, because the
+    others never used it, it begins anew on all. An optimizer that keeps each state on one rank is let be.
     """
-    num_bytes = 0
     parameters = [one for _, one in run.strategy.state.named_parameters(model)]
-    for optimizer, parameter in itertools.product(map(inner_optimizer, run._optimizers), parameters):
-        for value in optimizer.state.get(parameter, {}).values():
+    optimizers = list(map(inner_optimizer, run._optimizers))
+    states = {
+        (number, place): optimizer.state[parameter]
+        for number, optimizer in enumerate(optimizers)
+        for place, parameter in enumerate(parameters)
+        if optimizer.state.get(parameter)
+    }
+    found: list[Any] = [None] * num_islands
+    dist.all_gather_object(found, list(states), group=group)
+    common = set(states).intersection(*found)
+    averaged = {number for number, _ in common}
+    for number, place in states.keys() - common:
+        if number in averaged:
+            del optimizers[number].state[parameters[place]]
+    num_bytes = 0
+    for key in sorted(common):
+        for value in states[key].values():
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 continue
             own = local_values(value)
