@@ -130,6 +130,11 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "checkpointing/store.py CheckpointStore._check_manifest_is_ours FileExistsError",
         "checkpointing/store.py CheckpointStore._make_staging NotADirectoryError",
     ),
+    "never leaves guests/fault_tolerance: the connection of two launchers ends, and the reason is told": (
+        "guests/fault_tolerance/connections.py HostLink._create ValueError",
+        "guests/fault_tolerance/other_hosts.py _ask ConnectionError",
+        "guests/fault_tolerance/other_hosts.py _ask ValueError",
+    ),
     "an interruption that is passed on": ("launch/functions.py run_ranks KeyboardInterrupt",),
 }
 
