@@ -145,7 +145,7 @@ WORKS: dict[str, list[Callable[[], Any]]] = {
         partial(shared_layer, False),
         partial(shared_layer, True),
     ],
-    "`torch.compile`": [partial(compiled, "Dense"), *([partial(compiled, "Transformer")] if IS_SLOW else [])],
+    "`torch.compile`": [partial(compiled, name) for name in (("Dense", "Transformer") if IS_SLOW else ())],
 }
 #: Features with tests of their own: the checkpoint test below, and `test_inner_layouts.py`.
 ELSEWHERE = {

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
     "sp": ({}, [{"sp": 2}, {"dp_shard": 2, "sp": 2}]),
     "cp x tp": ({}, [{"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2, "tp": 2}]),
 }  # fmt: skip
-QUICK = ("tp", "cp")
+QUICK = ("cp",)
 
 
 def train(degrees: dict[str, int] | None, **options: Any) -> list[Any]:

@@ -184,6 +184,7 @@ for epoch in range(3):
 """
 
 
+@slow
 def test_numbers_of_gpus_are_the_cpu_and_evaluations_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(NUMBERED)

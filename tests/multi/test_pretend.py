@@ -120,6 +120,7 @@ accelerator.end_training()
 """
 
 
+@slow
 def test_the_listed_files_are_those_of_a_real_save(tmp_path: Path) -> None:
     """By name and size. Only rank 0 writes what is the same on all ranks, and the manifest."""
     (tmp_path / "train.py").write_text(SAVED)

@@ -346,7 +346,7 @@ if IS_SLOW:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4] if IS_SLOW else [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4] if IS_SLOW else [2])
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_run_resumed_three_times_reads_what_the_undisturbed_run_reads(
     group: str, num_ranks: int, tmp_path: Path, cells: Any
