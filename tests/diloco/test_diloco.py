@@ -98,15 +98,18 @@ def test_islands_are_not_compared_while_they_train_apart(tmp_path: Path) -> None
         assert differed and is_noticed
 
 
+def averages(kind: str, accelerator: Accelerator, model: Any, *, inner_steps: int) -> DiLoCo | LocalSGD:
+    """The context in which islands, or replicas, train apart."""
+    if kind == "DiLoCo":
+        return DiLoCo(accelerator, model, inner_steps=inner_steps, fragments=1)
+    return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+
+
 def _trains_on(kind: str) -> None:
     accelerator = Accelerator(cpu=True)
     model = Network()
     model, optimizer = accelerator.prepare(model, optimizer_of("adamw", model))
-    with (
-        DiLoCo(accelerator, model, inner_steps=4, fragments=1)
-        if kind == "DiLoCo"
-        else LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
-    ) as averaging:
+    with averages(kind, accelerator, model, inner_steps=4) as averaging:
         for step in range(7):
             accelerator.backward(loss_of(model, step, accelerator.process_index))
             optimizer.step()
@@ -135,11 +138,7 @@ def _uses_a_part(kind: str) -> tuple[bool, list[torch.Tensor]]:
     inner = optimizer_of("adamw", model)
     model, optimizer = accelerator.prepare(model, inner)
     rank = accelerator.process_index
-    with (
-        DiLoCo(accelerator, model, inner_steps=2, fragments=1)
-        if kind == "DiLoCo"
-        else LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
-    ) as averaging:
+    with averages(kind, accelerator, model, inner_steps=2) as averaging:
         for step in range(4):
             inputs, targets = batch(step, rank)
             accelerator.backward(torch.nn.functional.cross_entropy(model(inputs, rank == 0), targets))
@@ -283,6 +282,21 @@ class Cut(torch.nn.Module):
         return self.norm(self.second(torch.tanh(self.first(inputs))))
 
 
+def _seven_updates(
+    accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, part: int, **arguments: Any
+) -> dict[str, Any]:
+    """Train on the samples of ``part``; return the weights inside of the context and after it."""
+    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, **arguments) as diloco:
+        for step in range(7):
+            inputs, targets = batch(step, part)
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        inside = weights_of(model)
+    return {"inside": inside, "after": weights_of(model)}
+
+
 def _train_cut() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
@@ -290,16 +304,8 @@ def _train_cut() -> dict[str, Any]:
     parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
-    island = accelerator.mesh.place("dp_replicate")
-    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, compression="2bit") as diloco:
-        for step in range(7):
-            inputs, targets = batch(step, island)
-            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.step()
-        inside = weights_of(model)
-    return {"inside": inside, "after": weights_of(model)}
+    part = accelerator.mesh.place("dp_replicate")
+    return _seven_updates(accelerator, model, optimizer, part, compression="2bit")
 
 
 def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
@@ -319,16 +325,9 @@ def _train_fsdp_inside(axes: dict[str, Any]) -> dict[str, Any]:
         model._tp_plan = {"first": "colwise", "second": "rowwise"}
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     part = 2 * accelerator.mesh.place("dp_replicate") + accelerator.mesh.place("dp_shard")
-    with DiLoCo(accelerator, model, inner_steps=3, fragments=2, compression="none", overlap=False) as diloco:
-        for step in range(7):
-            inputs, targets = batch(step, part)
-            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.step()
-        inside = weights_of(model)
+    found = _seven_updates(accelerator, model, optimizer, part, compression="none", overlap=False)
     accelerator.compare_replicas()
-    return {"inside": inside, "after": weights_of(model)}
+    return found
 
 
 @slow_for("eight ranks")

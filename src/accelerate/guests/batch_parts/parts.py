@@ -223,7 +223,7 @@ class Parts(LoopHook):
             )
 
     def _keep_values(self) -> None:
-        """Keep the values that a forward pass must not change; of weights, which may be large, no copies."""
+        """Keep the values that a forward pass must not change; weights may be large, so they aren't copied."""
         for model in self._models:
             fixed = self._fixed_of(model).items()
             copied = (
@@ -233,7 +233,7 @@ class Parts(LoopHook):
         self._models.clear()
 
     def _fixed_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return what a forward pass must not change: buffers, and weights that aren't sharded."""
+        """Return the tensors that a forward pass must not change: buffers and unsharded weights."""
         updated = {id(buffer) for statistics in self._statistics for buffer in statistics.buffers()}
         fixed = {f"buffer {name}": one for name, one in model.named_buffers() if id(one) not in updated}
         return fixed | {f"weight {name}": one for name, one in model.named_parameters() if not is_sharded(one)}

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def _gather(members: Membership, tensor: Any, *, to: int | None = None, **_: object) -> Any:
-    rows, shared = _share_tensors(members, "gather" if to is None else f"gather to={to}", tensor)
+    rows = _share_tensors(members, "gather" if to is None else f"gather to={to}", tensor)
     if to not in (None, members.rank):
         return None
     joined = iter([torch.cat([piece.reshape(1) if piece.ndim == 0 else piece for piece in row]) for row in rows])
-    return recursively_apply(lambda leaf: next(joined).to(leaf.device), shared)
+    return recursively_apply(lambda leaf: next(joined).to(leaf.device), tensor)
 
 
 def _reduce(members: Membership, tensor: Any, reduction: str = "mean", scale: float = 1.0, **_: object) -> Any:
@@ -34,18 +34,17 @@ def _reduce(members: Membership, tensor: Any, reduction: str = "mean", scale: fl
         check_reducible(leaf, reduction)
     if reduction == "none":
         return recursively_apply(torch.Tensor.clone, tensor)
-    rows, shared = _share_tensors(members, f"reduce {reduction}", tensor)
-    rest = iter(rows)
+    rest = iter(_share_tensors(members, f"reduce {reduction}", tensor))
 
     def reduce_leaf(leaf: torch.Tensor) -> torch.Tensor:
         row = next(rest)
         return finished(over_ranks(torch.stack(row), reduction), leaf, reduction, scale, len(row))
 
-    return recursively_apply(reduce_leaf, shared)
+    return recursively_apply(reduce_leaf, tensor)
 
 
-def _share_tensors(members: Membership, operation: str, tensor: Any) -> tuple[list[tuple[torch.Tensor, ...]], Any]:
-    """Return all members' tensors for each tensor in ``tensor``, in the order of ranks, and ``tensor`` itself.
+def _share_tensors(members: Membership, operation: str, tensor: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Return all members' tensors for each tensor in ``tensor``, in the order of ranks.
 
     Raises:
         UnequalTensors: on all members, if the shapes or dtypes differ.
@@ -56,7 +55,7 @@ def _share_tensors(members: Membership, operation: str, tensor: Any) -> tuple[li
     if any(kind != kinds[min(kinds)] for kind in kinds.values()):
         lines = "\n".join(f"  - Process {rank}: {kind}" for rank, kind in kinds.items())
         raise UnequalTensors(f"`{operation}` at {call_site()}: the ranks' tensors differ in shape or dtype:\n{lines}")
-    return [*zip(*parts.values(), strict=True)], tensor
+    return [*zip(*parts.values(), strict=True)]
 
 
 def _broadcast(members: Membership, tensor: Any, from_process: int = 0, **_: object) -> Any:
@@ -87,7 +86,7 @@ def _broadcast_object_list(
 
 
 def _of_one(members: Membership, operation: str, own: Any, rank: int) -> Any:
-    """Return what ``rank`` gave; None in a process that hasn't reached the others' position yet."""
+    """Return the value of ``rank``; None in a process that hasn't reached the others' position yet."""
     given = members.share(f"{operation} from_process={rank}", own)
     if rank not in given and not members.is_behind:
         raise CollectiveError(

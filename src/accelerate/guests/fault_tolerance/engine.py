@@ -148,13 +148,13 @@ def _members_of(plan: LaunchPlan) -> ReplicaMembers | RemoteMembers:
     num_replacements, minimum = (int(str(plan.engine_options[name])) for name in (_NUM_REPLACEMENTS, _MINIMUM))
     lost_after_seconds, here = float(str(plan.engine_options[_LOST_AFTER])), plan.environment
     size, number, machine = (int(here[name]) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"))
-    if number == 1:
-        return ReplicaMembers(size, num_replacements, minimum, lost_after_seconds=lost_after_seconds)
-    same = [size, number, minimum, *(Path(word).name for word in plan.argv[1:2])]
-    token = hashlib.sha256(json.dumps(same).encode()).hexdigest()
-    hosts = Hosts(number, machine, size // number, here["MASTER_ADDR"], int(here["MASTER_PORT"]), token)
-    if machine:
-        return RemoteMembers(hosts, size, num_replacements, minimum)
+    hosts = None
+    if number > 1:
+        same = [size, number, minimum, *(Path(word).name for word in plan.argv[1:2])]
+        token = hashlib.sha256(json.dumps(same).encode()).hexdigest()
+        hosts = Hosts(number, machine, size // number, here["MASTER_ADDR"], int(here["MASTER_PORT"]), token)
+        if machine:
+            return RemoteMembers(hosts, size, num_replacements, minimum)
     return ReplicaMembers(size, num_replacements, minimum, lost_after_seconds=lost_after_seconds, hosts=hosts)
 
 

@@ -127,7 +127,7 @@ class RemoteMembers(LauncherMembers):
 
 
 def _ask(opened: socket.socket, question: dict[str, Any]) -> dict[str, Any]:
-    """Return the one line that answers ``question``; what follows it stays in the socket."""
+    """Return the one line of answer to ``question``; later lines stay in the socket."""
     opened.sendall(json.dumps(question).encode() + b"\n")
     line = b""
     while not line.endswith(b"\n"):
