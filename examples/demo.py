@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-GLOBAL_BATCH_SIZE = 64
+GLOBAL_BATCH_SIZE = 128
 # Each update is computed in so many parts, by 1, 2 or 4 processes.
 NUM_PARTS = 4
 # Wide enough that an update computes for many times as long as Python's calls and the exchange of gradients take.
@@ -28,7 +28,7 @@ def run(num_processes: int, num_epochs: int, report: Path, *, is_watched: bool =
     options = ["--cpu", "--num_processes", str(num_processes), "--batch_parts", str(NUM_PARTS)]
     script = [
         "--batch_size", str(GLOBAL_BATCH_SIZE // NUM_PARTS),
-        "--num_epochs", str(num_epochs), "--width", str(WIDTH), "--learning_rate", "1e-3",
+        "--num_epochs", str(num_epochs), "--width", str(WIDTH), "--learning_rate", "2e-3",
         "--report", str(report), "--project_dir", str(report.with_suffix("")),
         *(["--watch", str(report.with_suffix(""))] if is_watched else []),
     ]  # fmt: skip
