@@ -32,3 +32,11 @@ def test_every_slow_test_is_in_a_command_of_the_makefile() -> None:
     assert len(files) > 30
     missing = [name for name in sorted(files) if not any(name == one or name.startswith(f"{one}/") for one in ran)]
     assert not missing, f"no command of the Makefile runs them with RUN_SLOW=1: {missing}"
+
+
+def test_what_a_skipped_test_names_is_a_command_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"\bslow_for\(\s*\"[^\"]*\",\s*\"(\w+)\"", text)}
+    named |= {name for text in texts for name in re.findall(r"RUN_SLOW=1 \(make (\w+)\)", text)}
+    assert len(named) >= 3 and named <= targets, named - targets

@@ -13,7 +13,7 @@ from accelerate.guests.reproduce.chain import ChainFile, read_chain
 
 def write(path: Path, *numbers: int) -> None:
     for number in numbers:
-        ChainFile(path).append({"kind": "update", "updates": number}, is_durable=False)
+        ChainFile(path).append({"kind": "update", "launch": "", "updates": number, "weights": ""}, is_durable=False)
 
 
 def test_entries_are_read_back_in_their_order(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_only_the_end_of_the_line_is_missing(tmp_path: Path) -> None:
 def append_many(path: Path, first: int) -> None:
     file = ChainFile(path)
     for number in range(first, first + 50):
-        file.append({"kind": "update", "updates": number}, is_durable=False)
+        file.append({"kind": "update", "launch": "", "updates": number, "weights": ""}, is_durable=False)
 
 
 def test_two_processes_append_to_one_file(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.guests.reproduce.chain import LOCK, read_chain
+from accelerate.commands.main import main
+from accelerate.guests.reproduce.chain import LOCK, ChainFile, read_chain
 from accelerate.guests.reproduce.recording import Recorder, next_mark
 from accelerate.guests.reproduce.runs import runs_of, write_copies
 from accelerate.guests.reproduce.sources import code, command, inputs
@@ -205,6 +206,45 @@ def test_a_checkpoint_in_the_background_is_recorded_when_it_is_written(tmp_path:
     newest = entries_of(tmp_path, "checkpoint")[-1]
     manifest = Path(folder, "manifest.json").read_bytes()
     assert newest["manifest"] == hashlib.sha256(manifest).hexdigest() and Path(folder) == tmp_path / newest["folder"]
+
+
+def rewritten(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Write these entries as a whole record."""
+    path.unlink()
+    for entry in entries:
+        ChainFile(path).append({k: v for k, v in entry.items() if k not in ("previous", "hash")}, is_durable=False)
+
+
+def test_a_record_of_another_version_ends_no_run_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(folder)
+    train(folder, resumes=True).end_training()
+    path, entries = folder / LOCK, entries_of(folder)
+    kinds = {entry["kind"]: entry for entry in entries}
+    assert kinds.keys() == {"launch", "update", "checkpoint", "end"}
+    absent = [(kind, key) for kind, entry in kinds.items() for key in entry if key not in ("previous", "hash", "kind")]
+    assert len(absent) > 25
+    for kind, key in absent:
+        rewritten(path, [{k: v for k, v in one.items() if one["kind"] != kind or k != key} for one in entries])
+        capsys.readouterr()
+        assert main(["reproduce", str(folder), "--verify-only"]) == 0
+        told = capsys.readouterr().out
+        assert key in ("epoch", "batches", "order", "batch", "time") or "another version" in told, (kind, key)
+        train(folder, resumes=True)
+        assert entries_of(folder, "launch")[-1]["resumed"] is not None, (kind, key)
+
+
+def test_a_record_that_begins_with_a_resumed_launch_is_not_repeated_from_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train(folder).end_training()
+    train(folder, resumes=True).end_training()
+    rewritten(folder / LOCK, [one for one in entries_of(folder) if one.get("resumed") is not None])
+    assert main(["reproduce", str(folder)]) == 2
+    assert "went on from update 3" in capsys.readouterr().err
 
 
 def test_loading_in_the_middle_sets_the_count_back(tmp_path: Path) -> None:

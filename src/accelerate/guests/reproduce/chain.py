@@ -30,6 +30,17 @@ LOCK: Final = "run.lock.json"
 _OWN_HASH: Final = re.compile(rb', "hash": "([0-9a-f]{64})"\}')
 
 _START: Final = b'{"kind": "'
+#: What each kind of entry has in this version, besides the launch that has written it.
+_FACTS: Final = {
+    "launch": "number command project ranks strategy precision accumulation resumed code texts inputs packages "
+    "variables machine switches seeds data updates weights",
+    "update": "updates weights",
+    "end": "updates weights",
+    "checkpoint": "updates weights folder manifest",
+    "load": "updates folder manifest",
+    "failure": "updates error",
+}
+_OTHER: Final = "Line {1} of {0} is whole, but another version of accelerate has written it. It isn't read."
 _TORN: Final = "Line {1} of {0} is torn, because its process was killed while it wrote. The lines before it are whole."
 
 Entry = dict[str, Any]
@@ -41,8 +52,9 @@ class Chain:
     """The entries of a file that are whole.
 
     Attributes:
+        entries: those that this version can read.
         problems: lines that were changed, removed or added.
-        notes: lines that a killed process has left unfinished.
+        notes: lines that a killed process has left unfinished, or another version has written.
         head: the hash of the last entry; "" without one.
     """
 
@@ -57,6 +69,7 @@ def read_chain(path: Path) -> Chain:
     chain = Chain()
     *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     unread: list[int] = []  # the numbers of lines since the last entry that are none
+    of_others: list[int] = []
     for number, line in enumerate([*lines, rest] if rest else lines, 1):
         entry = _checked(line)
         if entry is None:
@@ -69,8 +82,13 @@ def read_chain(path: Path) -> Chain:
         else:
             chain.problems.append(f"Line {_listed(unread)} of {path.name} was added, or changed.")
         unread = []
-        chain.entries.append(entry)
+        if entry["kind"] in _FACTS and {"launch", *_FACTS[entry["kind"]].split()} <= entry.keys():
+            chain.entries.append(entry)
+        else:
+            of_others.append(number)
         chain.head = entry["hash"]
+    if of_others:
+        chain.notes.append(_OTHER.format(path.name, _listed(of_others)))
     if any(line.endswith(b"\r") for line in lines):
         chain.problems.append(f"The line ends of {path.name} were converted (CRLF), so its hashes don't fit.")
     if unread and rest and not any(_OWN_HASH.search(one) for one in (*lines, rest)[unread[0] - 1 :]):
