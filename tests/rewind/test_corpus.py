@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.nonfinite]  # several runs o
 #: Those that are run in every test run.
 QUICK = ("outlier", "data_file")
 
-slow = slow_for("several runs of a script", "rewind")
+slow = slow_for("several runs of a script", "corpus")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.slow import slow_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.nonfinite]
 
-slow = slow_for("several runs of a script", "rewind")
+slow = slow_for("several runs of a script", "corpus")
 
 #: Trains the update of the run by hand, as its loop does, and prints its numbers.
 BY_HAND = """
@@ -27,6 +27,16 @@ with accelerator.accumulate(model):
     norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
 
 print("numbers", loss.item(), float(norm), progress.update)
+"""
+
+#: Makes links to a folder of the run and to a file outside, anew at each start.
+LINKS = """
+import os
+for name, to in (("weights", "checkpoints"), ("code", os.path.abspath(__file__))):
+    if accelerator.is_main_process and os.path.lexists(link := os.path.join(options.project, name)):
+        os.unlink(link)
+    if accelerator.is_main_process:
+        os.symlink(to, link)
 """
 
 
@@ -71,7 +81,7 @@ def test_a_run_of_two_ranks_is_opened_as_one_process(flags: tuple[str, ...], tmp
 
 @slow
 def test_a_branch_says_where_it_comes_from_and_differs_from_its_update_on(tmp_path: Path) -> None:
-    path, run = script(tmp_path, UPDATES=20), tmp_path / "run"
+    path, run = script(tmp_path, ("pass  # begin", LINKS), UPDATES=20), tmp_path / "run"
     train(path, run)
     before = hashes(run)
     replay(run, path, "--update", "14", "--with", "lr=0.001")
@@ -82,6 +92,7 @@ def test_a_branch_says_where_it_comes_from_and_differs_from_its_update_on(tmp_pa
     assert sorted(mine) == list(range(14, 21))
     assert mine[14]["loss"] == its[14]["loss"] and mine[15]["loss"] != its[15]["loss"]
     assert (branch / "checkpoints").is_dir() and hashes(run) == before
+    assert (branch / "weights").readlink() == Path("checkpoints") and (branch / "code").readlink() == path
 
 
 @slow

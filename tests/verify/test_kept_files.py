@@ -57,6 +57,10 @@ def make_project(folder: Path) -> None:
     for name in ("a.txt", "b.txt", "c.txt", "old/d.txt", "old/deep/e.txt"):
         (folder / name).write_text(name)
     (folder / "link").symlink_to("a.txt")
+    (folder / "newest").symlink_to("old")
+    (folder / "far").symlink_to(folder / "newest" / "deep")
+    (folder / "ring").symlink_to("ring")
+    (folder / "broken").symlink_to("nowhere/file")
 
 
 #: What a script may do to its files, and what it must see then.
@@ -180,7 +184,44 @@ open('l2/d.txt', 'w').write('L')
 assert open('old/d.txt').read() == 'L'
 ## an_old_link
 open('link', 'w').write('x')
-assert open('link').read() == 'x'
+assert open('link').read() == open('a.txt').read() == 'x' and os.path.islink('link')
+open('a.txt', 'a').write('y')
+assert open('link').read() == 'xy'
+## old_links_to_folders
+open('newest/n', 'w').write('1')
+open('old/deep/e.txt', 'w').write('2')
+assert open('old/n').read() == '1' and open('far/e.txt').read() == open('newest/deep/e.txt').read() == '2'
+assert sorted(os.listdir('newest')) == ['d.txt', 'deep', 'n'] and os.listdir('far') == ['e.txt']
+os.makedirs('far/x')
+os.remove('newest/d.txt')
+assert os.path.isdir('old/deep/x') and not os.path.exists('old/d.txt')
+assert os.path.islink('newest') and os.readlink('newest') == 'old' and os.path.samefile('newest', 'old')
+shutil.copytree('newest', 'copied')
+assert sorted(os.listdir('copied')) == ['deep', 'n']
+## old_links_are_replaced
+os.unlink('newest')
+assert not os.path.lexists('newest') and os.path.exists('old/d.txt')
+os.symlink('old/deep', 'newest')
+open('newest/n', 'w').write('1')
+assert open('old/deep/n').read() == '1' and os.path.islink('newest')
+os.rename('link', 'moved')
+open('b.txt', 'w').write('2')
+os.symlink('b.txt', 'next')
+os.replace('next', 'link')
+assert open('link').read() == '2' and open('moved').read() == 'a.txt' and os.path.islink('moved')
+## links_to_nowhere
+for path in ('ring', 'ring/file', 'broken', 'broken/file'):
+    try:
+        open(path)
+    except OSError:
+        pass
+    else:
+        raise SystemExit(path)
+os.unlink('ring')
+os.mkdir('ring')
+os.mkdir('nowhere')
+open('broken', 'w').write('1')
+assert open('nowhere/file').read() == '1' and os.listdir('ring') == []
 ## attributes
 os.utime('a.txt', (1, 1))
 os.chmod('b.txt', 384)
@@ -205,8 +246,8 @@ assert sorted(os.listdir('old')) == ['deep', 'n.txt']
 assert sorted((p.name for p in Path('old').iterdir())) == ['deep', 'n.txt']
 assert sorted((p.name for p in Path('.').glob('old/*.txt'))) == ['n.txt']
 assert sorted((p.name for p in Path('.').rglob('*.txt'))) == ['a.txt', 'b.txt', 'c.txt', 'e.txt', 'n.txt']
-found = glob.glob('**/*.txt', recursive=True)
-assert sorted(map(os.path.basename, found)) == ['a.txt', 'b.txt', 'c.txt', 'e.txt', 'n.txt']
+found = glob.glob('old/**/*.txt', recursive=True)
+assert sorted(map(os.path.basename, found)) == ['e.txt', 'n.txt']
 assert [sorted(f) for _, _, f in os.walk('old')] == [['n.txt'], ['e.txt']]
 with os.scandir('old') as found:
     assert {e.name: e.is_dir(follow_symlinks=False) for e in found} == {'deep': True, 'n.txt': False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -161,12 +162,15 @@ def branch(
     written = search.last.mirrored(search.run.path)
     for path in sorted(written.rglob("*")):  # folders first
         target = folder / path.relative_to(written)
-        if path.name == LOCK or not is_written(path, search.last):  # the record is that of the run
+        if (to := search.last.link_of(path)) is not None:
+            run, place = search.run.path.resolve(), path.parent.relative_to(written)
+            target.symlink_to(os.path.relpath(to, run / place) if to.is_relative_to(run) else to)
+        elif path.name == LOCK or not is_written(path, search.last):  # the record is that of the run
             continue
-        if path.is_dir() and not path.is_symlink():
+        elif path.is_dir():
             target.mkdir(exist_ok=True)
         else:
-            shutil.copyfile(path, target, follow_symlinks=False)
+            shutil.copyfile(path, target)
     origin = {
         "run": str(search.run.path.resolve()),
         "update": update,

@@ -138,7 +138,7 @@ class _Mirror(threading.local):
     def remove(self, path: str) -> str:
         """Return the place of what is to be removed or moved away."""
         place = self.entry(path)
-        if not self._is_own(_target(place)):  # else a link of the script's
+        if not self._is_own(_target(place)) and not os.path.islink(_target(place)):  # else a link is removed
             place = self._folder(path)
         os.makedirs(f"{self._root}.removed", exist_ok=True)
         Path(self._mark(path)).touch()
@@ -209,13 +209,28 @@ class _Mirror(threading.local):
         if self.is_inside or not isinstance(path, (str, bytes, os.PathLike)) or not os.fspath(path):
             return path
         absolute = self.shown(os.path.abspath(os.fsdecode(path)))
-        if any(absolute == free or absolute.startswith(free + os.sep) for free in self._free):
+        if self._is_free(absolute):
             return path
         with self._inside():
-            place = getattr(self, kind)(absolute)
+            direct = self._direct(absolute, follows=kind in (_READ, _CHANGE, _NEW))
+            place = direct if self._is_free(direct) else getattr(self, kind)(direct)
         if place == absolute:
             return path
         return os.fsencode(place) if isinstance(os.fspath(path), bytes) else place
+
+    def _is_free(self, path: str) -> bool:
+        return any(path == free or path.startswith(free + os.sep) for free in self._free)
+
+    def _direct(self, path: str, *, follows: bool = True, links: int = 40) -> str:
+        """Return a path without the links that were there before the run; the last one only if it `follows` them."""
+        if os.path.realpath(path) == path or not links:  # a ring of links has no end
+            return path
+        folder, name = os.path.split(path)
+        path = os.path.join(self._direct(folder, links=links - 1), name)
+        if not follows or not os.path.islink(path) or self.read(path) != path:
+            return path
+        to = os.path.join(os.path.dirname(path), os.readlink(path))
+        return self._direct(os.path.normpath(to), links=links - 1)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
