@@ -22,7 +22,10 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
     They come with scikit-learn (the test set of the UCI "Optical Recognition of Handwritten Digits").
     """
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise SystemExit('The digits come with scikit-learn, which isn\'t installed: pip install ".[examples]"') from error
 
     bunch = load_digits()
     images = torch.tensor(bunch.images / 16.0, dtype=torch.float32).unsqueeze(1)

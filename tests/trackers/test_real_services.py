@@ -28,6 +28,8 @@ pytestmark = pytest.mark.timeout(1800)  # services start many processes, however
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """Every service keeps to ``folder``, and none looks for a network."""
+    # ClearML's reporter is forked while another thread of ClearML's starts git, which may then wait for ever.
+    (folder / "clearml.conf").write_text("sdk { development { report_use_subprocess: false } }\n")
     return {
         **os.environ,
         "PYTHONPATH": python_path(),
@@ -40,6 +42,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
         "COMET_API_KEY": "none",
         "CLEARML_OFFLINE_MODE": "1",
+        "CLEARML_CONFIG_FILE": str(folder / "clearml.conf"),
         "CLEARML_CACHE_DIR": str(folder / "clearml"),
         "TRACKIO_DIR": str(folder / "trackio"),
         "DVCLIVE_TEST": "true",  # no usage statistics
