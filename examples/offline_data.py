@@ -25,7 +25,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise SystemExit('The digits come with scikit-learn, which isn\'t installed: pip install ".[examples]"') from error
+        raise SystemExit('The digits come with scikit-learn. Install it: pip install ".[examples]"') from error
 
     bunch = load_digits()
     images = torch.tensor(bunch.images / 16.0, dtype=torch.float32).unsqueeze(1)

@@ -96,7 +96,7 @@ class Observed:
         return self.folder / "files" / path.resolve().relative_to(path.resolve().anchor)
 
     def link_of(self, place: Path) -> Path | None:
-        """Return what a link that the script has made leads to; None for a file, and for a link of the mirror's own."""
+        """Return the target of a link made by the script. None: a file, or a link that the mirror has made."""
         root = self.folder.resolve() / "files"
         to = Path(os.readlink(place)) if place.is_symlink() else root.parent
         return Path(to.anchor, to.relative_to(root)) if to.is_relative_to(root) else None
