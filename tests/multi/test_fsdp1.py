@@ -61,7 +61,7 @@ def test_shards_are_replicated_over_hosts(alone: dict[str, Any]) -> None:
     assert_same_run(run_on_ranks(hybrid, 4)[0], alone)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_mixed_precision_follows_one_process(precision: str) -> None:
     """With the master weights in float32."""
     reference = run_on_ranks(lambda: train(precision=precision), 1)[0]

@@ -81,7 +81,7 @@ def test_shards_can_be_replicated_over_hosts(alone: dict[str, Any]) -> None:
     assert_same_run(result, alone)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_mixed_precision_follows_one_process(precision: str) -> None:
     """With the master weights in float32."""
     reference = run_on_ranks(lambda: train(precision=precision), 1)[0]
