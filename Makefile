@@ -24,10 +24,10 @@ setup: .venv/.installed  ## create .venv with the tested versions
 demo: setup      ## train on 1, 2 and 4 processes, compare, plot (demo_output/)
 	$(BIN)/python examples/demo.py --output_dir demo_output
 
-test: setup      ## run every test
+test: setup      ## run the tests, without the costly cases that the suites below run
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
-costs: setup     ## run every test, and list the folders, files and tests that take the most CPU time
+costs: setup     ## run the same tests, and list the folders, files and tests that take the most CPU time
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -p tests.cpu_seconds tests
 
 multi: setup     ## run the tests that need several processes
@@ -36,20 +36,25 @@ multi: setup     ## run the tests that need several processes
 device: setup    ## build an imitation of an accelerator (g++, a minute, once) and train on it
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/device
 	# Tests of the CPU and the oracle's fast set, with ranks on the device.
-	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE) tests/oracle
+	RUN_SLOW=1 TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE)
+	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin tests/oracle
 
 ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging background_saves checkpointing \
 	collectives coordinated_retry data_loader fsdp1 fsdp2 gathering inference local_sgd main_only_calls metrics \
 	micro_batches one_rank_reads open_window progress reduction_order shard_saves))
 
-slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
+slow: setup      ## what `make test` leaves out for its time: examples at full length, long pages, every launcher and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_wrapped_before_prepare.py tests/multi/test_recompute.py \
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
 		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
 		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py tests/multi/test_notebook.py tests/unit/benchmarks \
 		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py \
 		tests/multi/test_no_deadlock.py tests/multi/test_padding_of_resumed.py tests/unit/checkpointing/test_many_ranks.py \
-		tests/unit/commands/test_monitor_of_many_ranks.py tests/diloco/test_diloco.py
+		tests/unit/commands/test_monitor_of_many_ranks.py tests/diloco tests/docs/test_code_blocks.py \
+		tests/examples/test_by_feature.py tests/multi/test_equal_draws.py tests/multi/test_estimates.py \
+		tests/multi/test_main_only_forms.py tests/multi/test_pretended_ranks.py tests/multi/test_reduction_order.py \
+		tests/multi/test_scaler_update.py tests/multi/test_data_loader.py tests/unit/commands/test_other_commands.py \
+		tests/unit/data_loader/test_torchdata.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle tests/batch_parts
@@ -112,13 +117,15 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 		"tests/examples/test_by_feature.py::test_an_example_learns[deepspeed_with_config_support]" \
 		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
 
-corpus: setup    ## `verify`, `bisect` and `reproduce` on small scripts with a planted fault or cause in each, and on right ones (an hour)
-	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/verify tests/rewind tests/reproduce
+corpus: setup    ## `verify`, `bisect`, `reproduce` and `doctor` on small scripts with a planted fault or cause in each, and on right ones (an hour)
+	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/verify tests/rewind tests/reproduce \
+		tests/doctor/test_corpus.py
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \
 		tests/multi/test_adopted.py tests/multi/test_unreached.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py \
-		tests/multi/test_own_buffers.py
+		tests/multi/test_own_buffers.py tests/multi/test_fsdp1.py tests/multi/test_fsdp2.py tests/multi/test_norm_precision.py \
+		tests/multi/test_open_window.py tests/multi/test_stateful_models.py tests/multi/test_balance.py
 
 xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
 	tests/xla/setup.sh

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,10 @@ def slow_for(reason: str, target: str = "slow") -> pytest.MarkDecorator:
 
 
 slow = slow_for("seconds of a processor")
+
+
+def mostly_slow(names: Iterable[str], quick: Collection[str], mark: pytest.MarkDecorator = slow) -> list[Any]:
+    """The names as parameters of a test, all but the quick ones with the mark."""
+    found = list(names)
+    assert set(quick) <= set(found), f"no such cases: {sorted(set(quick) - set(found))}"
+    return [pytest.param(name, marks=() if name in quick else mark) for name in found]

@@ -18,7 +18,7 @@ from accelerate.checkpointing.series import inspect
 from accelerate.utils import set_seed
 from tests.batch_parts.training import MODELS, NUM_PARTS, data, layout_options, optimizer_of, state_of
 from tests.ranks import RankFailed, run_on_ranks
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 
 NUM_UPDATES, SAVED_EACH = (1000, 20) if IS_SLOW else (24, 4)
 NUM_STOPS = 10 if IS_SLOW else 3
@@ -58,7 +58,7 @@ def trains(folder: str, model: str, layout: str, killed_at: int) -> list[str]:
 
 @pytest.mark.timeout(3600 if IS_SLOW else 120)
 @pytest.mark.parametrize("model", MODELS if IS_SLOW else ["Dense"])
-@pytest.mark.parametrize("layout", ["replicas", "fsdp2"])
+@pytest.mark.parametrize("layout", ["replicas", pytest.param("fsdp2", marks=slow_for("kills of shards", "oracle"))])
 def test_kills_and_other_numbers_of_ranks_change_no_bit(tmp_path: Path, model: str, layout: str) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()

@@ -14,9 +14,7 @@ from tests.slow import IS_SLOW
 QUICK = [
     {"model": "Dense"},
     {"model": "Transformer", "num_steps": 2, "precision": "bf16"},
-    {"model": "Convolutional", "num_workers": 2, "optimizer": "sgd"},
-    {"model": "Experts", "weighted": True},
-    {"model": "Recurrent"},
+    {"model": "Convolutional", "num_workers": 2, "optimizer": "sgd", "weighted": True},
 ]
 SLOW = [
     {"model": model, "optimizer": optimizer, "precision": precision, "weighted": weighted, "num_steps": num_steps}

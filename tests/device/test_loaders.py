@@ -13,6 +13,7 @@ from accelerate.data_loader.prefetch import StreamPrefetch
 from accelerate.devices.table import kind_of
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.device.devices import on_devices
+from tests.slow import slow_for
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -48,7 +49,7 @@ def sums_of_batches(kind: str, num_workers: int, pin: bool, **configuration: Any
     return found
 
 
-@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("pin", [True, pytest.param(False, marks=slow_for("nothing to overlap", "device"))])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_every_sample_arrives_whole_and_once(kind: str, num_workers: int, pin: bool) -> None:

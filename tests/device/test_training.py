@@ -21,6 +21,9 @@ from accelerate.utils import (
     set_seed,
 )
 from tests.device.devices import on_cpu, on_devices
+from tests.slow import mostly_slow, slow_for
+
+slow = slow_for("many layouts", "device")
 
 
 class Model(nn.Module):
@@ -115,7 +118,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("one", "one fp16", "ddp fp16 accumulated", "fsdp2", "tp")
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, QUICK, slow))
 def test_training_gives_the_cpus_numbers(case: str) -> None:
     num_ranks, options = CASES[case]
     expected = on_cpu(train, num_ranks, **options)
@@ -126,7 +132,10 @@ def test_training_gives_the_cpus_numbers(case: str) -> None:
         assert all(torch.equal(weights[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("kind", ["one", "ddp", "fsdp1", "fsdp1 shards", "fsdp2", "fsdp2 shards", "tp"])
+SAVED = ("one", "ddp", "fsdp1", "fsdp1 shards", "fsdp2", "fsdp2 shards", "tp")
+
+
+@pytest.mark.parametrize("kind", mostly_slow(SAVED, ["ddp", "fsdp2 shards"], slow))
 def test_a_resumed_run_is_the_run_that_was_saved(kind: str, tmp_path: Path) -> None:
     num_ranks, options = 1 if kind == "one" else 2, {"kind": kind}
     whole = on_devices(train, num_ranks, folder=str(tmp_path), **options)

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.diloco.training import equal, train
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 from tests.torch_needed import FSDP2_ON_CPU
 
 #: Saved after step 7: the fragment that was sent after step 6 is on its way.
@@ -51,7 +52,7 @@ def _resumes(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, 
     [
         pytest.param(2, OVERLAP, False, id="islands of one"),
         pytest.param(4, OVERLAP | {"islands": 2}, False, id="islands of two"),
-        pytest.param(4, OVERLAP, True, id="islands of shards", marks=FSDP2_ON_CPU),
+        pytest.param(4, OVERLAP, True, id="islands of shards", marks=[FSDP2_ON_CPU, slow]),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
 from tests.torch_needed import FSDP2_ON_CPU
 
 SCRIPT = """
@@ -35,7 +36,7 @@ with DiLoCo(accelerator, model, inner_steps=4, fragments=2, islands=None if shar
 """
 
 
-@pytest.mark.parametrize("kind", ["replicas", pytest.param("shards", marks=FSDP2_ON_CPU)])
+@pytest.mark.parametrize("kind", ["replicas", pytest.param("shards", marks=[FSDP2_ON_CPU, slow])])
 def test_only_changes_leave_an_island(kind: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["launch", "--cpu", "--pretend", "32", "--num_steps", "8", "train.py", kind]

@@ -10,9 +10,15 @@ import pytest
 import accelerate.accelerator  # noqa: F401  (here, so that forked pages find it imported)
 from tests.docs.pages import LIMIT_SECONDS, NOT_CODE, ROOT, RUN, blocks, num_ranks, pages, run_page
 from tests.ranks import RankFailed, run_on_ranks
+from tests.slow import mostly_slow, slow_for
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_SECONDS)
-PAGES = pages()
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
+#: Their commands train several times. Each command has tests of its own.
+LONG = {
+    *("docs/guides/balance.md", "docs/guides/migrate.md", "docs/guides/reproduce.md", "docs/guides/several_gpus.md"),
+    *("docs/guides/verify.md", "docs/reference/doctor_rules.md"),
+}
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,14 +35,19 @@ def run_here_or_on_ranks(page: Path, folder: Path) -> list[int]:
     return run_on_ranks(run, ranks, timeout_seconds=LIMIT_SECONDS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", mostly_slow(PAGES, set(PAGES) - LONG, slow_for("commands that train several times")))
+def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    page = PAGES[name]
     expected = sum(block.language not in NOT_CODE for block in blocks(page))
     assert set(run_here_or_on_ranks(page, tmp_path)) == {expected}
 
 
+def test_pages_that_take_long_exist() -> None:
+    assert set(PAGES) >= LONG
+
+
 def test_every_block_says_what_it_is_and_each_exception_has_a_reason() -> None:
-    found = [block for page in PAGES for block in blocks(page)]
+    found = [block for page in PAGES.values() for block in blocks(page)]
     assert len(found) > 20
     unknown = [f"{block.place} {block.language!r}" for block in found if block.language not in (*RUN, *NOT_CODE)]
     assert not unknown, f"a block is one of {', '.join((*RUN, *NOT_CODE))}: {unknown}"

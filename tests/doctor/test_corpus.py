@@ -10,6 +10,7 @@ import pytest
 
 from accelerate.guests.scripts.doctor import RULES, examine, fixed
 from tests.doctor.corpus import FAULTS, RIGHT
+from tests.slow import mostly_slow, slow_for
 from tests.verify import corpus
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -52,7 +53,11 @@ def test_scripts_that_are_verified_have_no_findings(name: str) -> None:
     assert found == TRUE_OF_VERIFIED.get(name, set())
 
 
-@pytest.mark.parametrize("name", FAULTS)
+#: Of each rule the first mistake.
+FIRST: Final = set({script.code: name for name, script in reversed(FAULTS.items())}.values())
+
+
+@pytest.mark.parametrize("name", mostly_slow(FAULTS, FIRST, slow_for("as another mistake of the rule", "corpus")))
 def test_a_fix_leaves_fewer_findings_and_is_done_at_once(name: str) -> None:
     script = FAULTS[name]
     before, after = examine(script.text, name), fixed(script.text, name)

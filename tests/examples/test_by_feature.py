@@ -21,6 +21,7 @@ import accelerate.accelerator  # noqa: F401  (likewise)
 from accelerate.commands.launch import main as launch
 from accelerate.settings import file
 from tests.ranks import free_port, run_on_ranks
+from tests.slow import mostly_slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -48,6 +49,11 @@ ON_TWO_RANKS = (
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
+    "deepspeed_with_config_support",
+)
+#: `make deepspeed` runs the last one.
+QUICK_ON_TWO_RANKS = (
+    *("base", "fsdp_with_peak_mem_tracking", "pipeline_parallel", "context_parallel"),
     "deepspeed_with_config_support",
 )
 
@@ -112,7 +118,7 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*:FutureWarning")  # DeepSpeed calls what torch has renamed
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", mostly_slow(ON_TWO_RANKS, QUICK_ON_TWO_RANKS))
 def test_an_example_learns_on_two_ranks(name: str, tmp_path: Path) -> None:
     need_what_it_takes(name)
     first, second = run_on_ranks(trained(name, tmp_path, "--cpu", "--batch_size", "16"), 2, timeout_seconds=90)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import accelerate
+from accelerate.ports import get_free_port
 from tests.fresh import run_fresh
 from tests.python_path import QUICK_START, python_path
 
@@ -183,12 +184,9 @@ accelerator.end_training()
 
 
 def test_a_model_that_came_sharded_is_refused_without_its_guest(tmp_path: Path) -> None:
-    environment = without(["adopted"], tmp_path / "source")
-    (tmp_path / "train.py").write_text(SHARDED)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
-    ran = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    ran = run_fresh(SHARDED, environment=without(["adopted"], tmp_path / "source") | one_rank | place)
     assert ran.returncode == 0 and "FSDPLinear came sharded: the part of accelerate" in ran.stdout, ran.stderr
 
 

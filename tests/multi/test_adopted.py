@@ -27,7 +27,7 @@ from accelerate.plugins.parallelism import ParallelismConfig
 from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, second_pass, steps
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import assert_same_run
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
@@ -396,7 +396,7 @@ def test_a_model_under_fully_shard_is_refused_where_torch_would_add_gradients_up
 
 
 @pytest.mark.parametrize("config", [{"dp_shard_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 2}], ids=str)
-@pytest.mark.parametrize("has_plugin", [False, True])
+@pytest.mark.parametrize("has_plugin", [pytest.param(False, marks=slow_for("four ranks", "meshes")), True])
 def test_a_config_that_says_the_same_is_used(config: dict[str, Any], has_plugin: bool) -> None:
     """``dp_shard_size`` may count the replicas of shards."""
 

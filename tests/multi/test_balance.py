@@ -24,6 +24,7 @@ from accelerate.utils import (
     set_seed,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
 Sample = tuple[int, torch.Tensor]
 GLOBAL_BATCH = 12
@@ -227,11 +228,12 @@ def gradients_on_a_mesh(sizes: tuple[int, ...], axes: dict[str, int]) -> list[to
 @pytest.mark.parametrize(
     ("count", "axes"),
     [
-        (2, {"dp_shard_size": 2}),
-        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
-        (4, {"dp_shard_size": 2, "tp_size": 2}),
+        pytest.param(2, {"dp_shard_size": 2}, id="fsdp2"),
+        pytest.param(
+            4, {"dp_replicate_size": 2, "dp_shard_size": 2}, id="hsdp", marks=slow_for("four ranks", "meshes")
+        ),
+        pytest.param(4, {"dp_shard_size": 2, "tp_size": 2}, id="tp", marks=slow_for("four ranks", "meshes")),
     ],
-    ids=["fsdp2", "hsdp", "tp"],
 )
 def test_shards_get_the_gradients_of_equal_parts(count: int, axes: dict[str, int]) -> None:
     sizes = (10, 2) if count == 2 or "tp_size" in axes else (1, 6, 3, 2)

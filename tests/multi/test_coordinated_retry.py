@@ -25,7 +25,7 @@ from accelerate.training.oom_retry import CoordinatedPass
 from tests import mesh_runs
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import Block
-from tests.slow import IS_SLOW, slow_for
+from tests.slow import IS_SLOW, mostly_slow, slow_for
 
 NUM_MICRO_BATCHES = 6
 ACCUMULATION = 2
@@ -195,7 +195,7 @@ def _assert_as_alone(run: dict[str, Any], reference: dict[str, torch.Tensor], wh
 
 
 @pytest.mark.parametrize("since", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow)])
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", pytest.param("fsdp1 of flat parameters", marks=slow)])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["fsdp2"], slow))
 def test_wherever_memory_runs_out_all_ranks_split_and_the_update_stays(kind: str, since: int) -> None:
     reference = _reference([GLOBAL_BATCH] * NUM_MICRO_BATCHES)
     main, full = run_on_ranks(functools.partial(_all_places, KINDS[kind], since=since), 2)
@@ -217,7 +217,7 @@ def _variants(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "fsdp2")])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["fsdp2"], slow))
 def test_whatever_came_before_the_update_stays(kind: str) -> None:
     reference, ragged = _reference([GLOBAL_BATCH] * NUM_MICRO_BATCHES), _reference(RAGGED)
     runs, others = run_on_ranks(functools.partial(_variants, KINDS[kind]), 2)
@@ -398,7 +398,7 @@ def test_one_sample_that_does_not_fit_is_said_on_all_ranks() -> None:
 MODULES = ("embedding", "layers.0.self_attn.value", "layers.1.down", "head")
 MODULE_PLACES = [(name, way) for name in MODULES for way in ("forward", "backward")]
 if not IS_SLOW:
-    MODULE_PLACES = MODULE_PLACES[2:6:3]  # a forward and a backward
+    MODULE_PLACES = [("layers.1.down", "backward")]
 
 
 def _full_at(model: nn.Module, device: Device) -> None:
@@ -456,10 +456,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp, a ring": (2, {"fsdp": mesh_runs.V2, "degrees": {"cp": 2}, "communication": "alltoall"}),
     "sp": (2, {"degrees": {"sp": 2}}),
 }
-FAST_MESHES = ("tp",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST_MESHES else [slow]) for name in MESHES])
+@pytest.mark.parametrize("name", mostly_slow(MESHES, ["tp"], slow))
 def test_ranks_that_share_samples_give_a_pass_up_too(name: str) -> None:
     count, mesh = MESHES[name]
     reference = run_on_ranks(functools.partial(mesh_runs.train, updates=2), 1)[0]["weights"]

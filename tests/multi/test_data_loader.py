@@ -18,6 +18,7 @@ from accelerate.distributed.world import join_world
 from accelerate.training.accumulation import GradientState
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import RankFailed, run_on_ranks
+from tests.slow import slow
 
 SIZE = 19
 
@@ -163,7 +164,7 @@ def test_the_rules_hold_in_real_processes(size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["stream", "ragged", "objects", "random"])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=slow)])
 def test_rank_0_deals_every_sample_once(kind: str, split: bool, num_processes: int) -> None:
     options = {"dispatch_batches": True, "split_batches": split}
     results = run_on_ranks(lambda: passes(kind, prepare=options, batch_size=6), num_processes)

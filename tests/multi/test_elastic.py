@@ -17,7 +17,7 @@ from accelerate.errors import CheckpointError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import ParallelismConfig, set_seed
 from tests.ranks import run_on_ranks
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow
 
 NUM_SAMPLES = 61
 SAVED_AFTER = 3
@@ -89,7 +89,7 @@ def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[Any, ...
     return seen, loaded, following, notes.lines, accelerator.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=slow), 3, pytest.param(8, marks=slow)])
 def test_every_sample_comes_once_and_the_optimizer_is_the_saved_one(num_ranks: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     before = run_on_ranks(saved, 4, folder)

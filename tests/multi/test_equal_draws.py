@@ -29,9 +29,11 @@ from accelerate.distributed.world import join_world
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
 SIZE = 19
 CPU = torch.device("cpu")
+slow = slow_for("starts workers")
 
 
 def draw() -> None:
@@ -199,8 +201,18 @@ def generators_of(loader: Any) -> list[torch.Tensor]:
 # -- one process, and pretended ones -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - OF_THEIR_OWN_SEED))
-@pytest.mark.parametrize("num_workers", [0, 2])
+#: In workers, whose start draws too: one of each kind of loader.
+QUICK_IN_WORKERS = ("shuffled", "by python", "generator", "stateful", "augmented stream", "shuffled, dispatched")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "kind"),
+    [
+        pytest.param(num_workers, kind, marks=slow if num_workers and kind not in QUICK_IN_WORKERS else ())
+        for num_workers in (0, 2)
+        for kind in sorted(set(KINDS) - OF_THEIR_OWN_SEED)
+    ],
+)
 def test_on_one_process_the_streams_stand_where_those_of_torchs_loop_stand(kind: str, num_workers: int) -> None:
     make, options = KINDS[kind]
     inside = kind not in READ_AHEAD
@@ -232,7 +244,9 @@ def test_each_share_draws_what_the_others_draw(kind: str, count: int, num_worker
         assert all(equal(other, found[0]))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "sequential", "batches", "generator"])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", *(pytest.param(kind, marks=slow) for kind in ("sequential", "batches")), "generator"]
+)
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_a_first_epoch_of_a_skipped_copy_draws_what_torchs_loop_draws(
@@ -295,7 +309,9 @@ def along_all(kinds: list[str], num_workers: int, skipped: int = 0) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "num_workers", "skipped"), [(2, 0, 0), (2, 2, 0), (4, 0, 0), (2, 0, 1)], ids=str
+    ("num_processes", "num_workers", "skipped"),
+    [(2, 0, 0), pytest.param(2, 2, 0, marks=slow), (4, 0, 0), (2, 0, 1)],
+    ids=str,
 )
 def test_after_the_same_seed_the_streams_are_equal_on_all_ranks(
     num_processes: int, num_workers: int, skipped: int

@@ -15,6 +15,7 @@ from accelerate.guests.estimate.trace import trace_training
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from benchmarks.estimates import LanguageModel, Subject, loss_of
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 WIDTH = 256
 SHARDED = {
@@ -59,7 +60,12 @@ def _highest_in_last_step(record: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("layout", "plugin"), [("ddp", None), ("fsdp", SHARDED), ("fsdp-grad", {**SHARDED, "reshard_after_forward": False})]
+    ("layout", "plugin"),
+    [
+        ("ddp", None),
+        ("fsdp", SHARDED),
+        pytest.param("fsdp-grad", {**SHARDED, "reshard_after_forward": False}, marks=slow),
+    ],
 )
 def test_a_rank_takes_what_was_estimated(layout: str, plugin: dict[str, Any] | None) -> None:
     subject = Subject("language model", _model, lambda *_: (torch.zeros(2, 32, dtype=torch.long),), 2, 32)

@@ -13,6 +13,9 @@ import torch
 from accelerate import Accelerator
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, assert_same_run, plugin_of, samples, train
+from tests.slow import mostly_slow, slow_for
+
+slow = slow_for("many layouts", "meshes")
 
 FLAT: dict[str, Any] = {"fsdp_version": 1, **BLOCKS}
 APART: dict[str, Any] = {**FLAT, "use_orig_params": True}
@@ -36,7 +39,11 @@ def alone() -> dict[str, Any]:
     return run_on_ranks(train, 1)[0]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+#: Of flat and of original parameters.
+QUICK = ("blocks", "sent from rank 0", "recomputed", "offloaded", "ignored modules")
+
+
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, QUICK, slow))
 def test_losses_norms_and_weights_are_those_of_one_process(name: str, alone: dict[str, Any]) -> None:
     """Whatever the variant."""
     ranks = run_on_ranks(train, 2, VARIANTS[name])
@@ -54,7 +61,7 @@ def test_shards_are_replicated_over_hosts(alone: dict[str, Any]) -> None:
     assert_same_run(run_on_ranks(hybrid, 4)[0], alone)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_mixed_precision_follows_one_process(precision: str) -> None:
     """With the master weights in float32."""
     reference = run_on_ranks(lambda: train(precision=precision), 1)[0]
@@ -132,7 +139,7 @@ READERS: dict[str, tuple[dict[str, Any] | None, int]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["flat, whole"], slow))
 def test_a_checkpoint_loads_under_every_strategy_and_rank_count(form: str, tmp_path: Path) -> None:
     """The updates after it are the same ones."""
     options, num_ranks = FORMS[form]

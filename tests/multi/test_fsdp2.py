@@ -17,9 +17,11 @@ from accelerate.plugins.handlers import TorchDynamoPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, assert_same_run, plugin_of, samples, train
+from tests.slow import mostly_slow, slow_for
 from tests.torch_needed import FSDP2_ON_CPU
 
 pytestmark = FSDP2_ON_CPU
+slow = slow_for("many layouts", "meshes")
 V2: dict[str, Any] = {"fsdp_version": 2, **BLOCKS}
 
 
@@ -47,7 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+#: "by size" and more units are in the tests below.
+QUICK = ("blocks", "by a function", "offloaded", "recomputed", "ignored modules")
+
+
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, QUICK, slow))
 def test_losses_norms_and_weights_are_those_of_one_process(name: str, alone: dict[str, Any]) -> None:
     """Whatever the variant."""
     ranks = run_on_ranks(train, 2, VARIANTS[name])
@@ -60,6 +66,7 @@ def test_four_ranks_train_as_one(alone: dict[str, Any]) -> None:
     assert_same_run(run_on_ranks(train, 4, V2)[0], alone)
 
 
+@slow
 def test_shards_can_be_replicated_over_hosts(alone: dict[str, Any]) -> None:
     """HSDP, two by two: replicas start equal although every rank was seeded differently."""
 
@@ -74,7 +81,7 @@ def test_shards_can_be_replicated_over_hosts(alone: dict[str, Any]) -> None:
     assert_same_run(result, alone)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_mixed_precision_follows_one_process(precision: str) -> None:
     """With the master weights in float32."""
     reference = run_on_ranks(lambda: train(precision=precision), 1)[0]
@@ -358,7 +365,7 @@ FORMS: dict[str, tuple[dict[str, Any] | None, int]] = {
 READERS: dict[str, tuple[dict[str, Any] | None, int]] = {**FORMS, "four ranks": (V2, 4), "replicas": (None, 2)}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["shards"], slow))
 def test_a_checkpoint_loads_under_every_strategy_and_rank_count(form: str, tmp_path: Path) -> None:
     """The updates after it are the same ones."""
     options, num_ranks = FORMS[form]

@@ -146,7 +146,7 @@ def train(
 
 
 @pytest.mark.nonfinite  # a bit of the exponent
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=SLOW), "ddp", pytest.param("fsdp2", marks=SLOW)])
 def test_a_flipped_bit_is_named_by_rank(strategy: str) -> None:
     ranks = 1 if strategy == "single" else 2
 

@@ -124,7 +124,7 @@ def wait_for_ledger(folder: Path, process: subprocess.Popen[bytes], number: int)
 @pytest.mark.parametrize(
     ("kills", "longest"),
     [
-        (2, 1.5),
+        (1, 1.5),
         pytest.param(20, 3.0, marks=slow_for("20 kills", "kills")),
     ],
 )

@@ -20,6 +20,7 @@ from accelerate.guests.reproduce.chain import LOCK
 from accelerate.utils import ProjectConfiguration
 from tests.multi.test_main_only import Messages, prepared, step
 from tests.ranks import RankFailed, run_on_ranks
+from tests.slow import mostly_slow
 
 fsspec = pytest.importorskip("fsspec")
 local = pytest.importorskip("fsspec.implementations.local")
@@ -79,7 +80,7 @@ def undisturbed() -> list[list[float]]:
     return [losses for losses, _ in run_on_ranks(train, 2, "plain", "", False, timeout_seconds=LIMIT_SECONDS)]
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["plain", "asynchronous", "remote", "numbered"]))
 def test_training_goes_on_as_if_nothing_was_saved_and_all_ranks_load(tmp_path: Path, form: str) -> None:
     folder = f"disk://{tmp_path}" if "remote" in form else str(tmp_path)
     saved = run_on_ranks(train, 2, form, folder, True, timeout_seconds=LIMIT_SECONDS)

@@ -18,6 +18,7 @@ from accelerate.plugins.parallelism import PipelineParallelConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.ranks import run_on_ranks
+from tests.slow import mostly_slow, slow_for
 
 INFINITY: Final = float("inf")
 #: Norm type and limit; the last one clamps values.
@@ -116,7 +117,10 @@ def all_of(layouts: list[str]) -> list[Any]:
 DTYPES: Final = {torch.float64: 1e-14, torch.float32: 5e-7}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE])
+QUICK: Final = ("replicas", "fsdp2", "fsdp1", "tensor", "pipeline")
+
+
+@pytest.mark.parametrize("layout", mostly_slow([*LAYOUTS, *LARGE], QUICK, slow_for("many layouts", "meshes")))
 def test_gradients_are_clipped_in_their_own_precision(layout: str) -> None:
     cases = [(dtype, *clip) for dtype in DTYPES for clip in CLIPS]
     answers = run_on_ranks(all_of, 4 if layout in LARGE else 2, [layout])

@@ -26,10 +26,12 @@ from accelerate.utils import (
 )
 from tests.multi.test_main_only import Messages
 from tests.ranks import run_on_ranks
+from tests.slow import mostly_slow, slow_for
 
 STEPS = 4
 NUM_BATCHES = 12
 LIMIT_SECONDS = 90.0
+slow = slow_for("many layouts", "meshes")
 
 
 class Model(nn.Module):
@@ -182,13 +184,24 @@ def test_replicas_go_on_exactly(tmp_path: Path, num_ranks: int, save_at: int) ->
     goes_on_exactly("replicated", num_ranks, tmp_path / "ck", save_at)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("replicated", "classic")])
+PIECES = [kind for kind in KINDS if kind not in ("replicated", "classic")]
+#: Each kind of pieces, and FSDP's ways to hold gradients that aren't reduced yet.
+QUICK_PIECES = (
+    *("fsdp2", "fsdp2 in bf16", "fsdp2, reduced each time", "fsdp1", "fsdp1, flat", "fsdp1, reduced each time"),
+    *("tensor", "pipeline of shards"),
+)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(PIECES, QUICK_PIECES, slow))
 def test_pieces_go_on_exactly(tmp_path: Path, kind: str) -> None:
     num_ranks = 4 if any(word in kind for word in ("shards", "of replicas", "of tensors")) else 2
     goes_on_exactly(kind, num_ranks, tmp_path / "ck", 6)
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1, flat", "fsdp2", "fsdp1, gathered once"])
+@pytest.mark.parametrize(
+    "kind",
+    mostly_slow(["fsdp1", "fsdp1, flat", "fsdp2", "fsdp1, gathered once"], ["fsdp2", "fsdp1, gathered once"], slow),
+)
 def test_an_evaluation_before_the_save_changes_nothing(tmp_path: Path, kind: str) -> None:
     goes_on_exactly(kind, 2, tmp_path / "ck", 7, How(evaluates=True))
 
@@ -209,7 +222,7 @@ def test_a_loop_that_clears_gradients_first_goes_on_exactly(tmp_path: Path) -> N
     goes_on_exactly("replicated", 2, tmp_path / "ck", 7, How(clears_first=True))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=slow), True])
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by", "save_at"),
     [((2, 4), (1, 8), 7), ((1, 8), (2, 4), 12), ((2, 6), (3, 4), 9), ((3, 4), (2, 6), 6)],  # ranks, steps

@@ -19,6 +19,8 @@ from accelerate.plugins.parallelism import ParallelismConfig, PipelineParallelCo
 from tests.ranks import run_on_ranks
 from tests.slow import slow_for
 
+slow = slow_for("many layouts", "meshes")
+
 PLAN = {"first": "colwise_gather_output"}
 
 
@@ -121,7 +123,7 @@ def _both(layout: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=slow_for("many layouts", "meshes") if name in RANKS else ()) for name in LAYOUTS],
+    [pytest.param(name, marks=slow if name in RANKS else ()) for name in LAYOUTS],
 )
 def test_buffers_that_differ_go_back_to_their_rank(layout: str, tmp_path: Path) -> None:
     answers = run_on_ranks(_both, RANKS.get(layout, 2), layout, tmp_path, timeout_seconds=180)
@@ -143,7 +145,7 @@ def _other_number(folder: Path) -> tuple[dict[str, list[float]], str]:
     return _loaded("fsdp2-sharded", folder), "\n".join(lines)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-sharded", "fsdp2-full"])
+@pytest.mark.parametrize("layout", ["fsdp2-sharded", pytest.param("fsdp2-full", marks=slow)])
 def test_on_another_number_of_ranks_all_go_on_with_the_first_rank_s_and_it_is_said_once(
     layout: str, tmp_path: Path
 ) -> None:
@@ -211,7 +213,10 @@ def _replicas_from(folder: Path, first: int, accumulation: int, evaluates: bool,
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulation", "evaluates"), [(2, 1, True), (2, 2, False), (3, 2, True)])
+@pytest.mark.parametrize(
+    ("num_ranks", "accumulation", "evaluates"),
+    [pytest.param(2, 1, True, marks=slow), (2, 2, False), pytest.param(3, 2, True, marks=slow)],
+)
 def test_replicas_resume_with_buffers_that_are_not_broadcast_next(
     num_ranks: int, accumulation: int, evaluates: bool, tmp_path: Path
 ) -> None:

@@ -18,8 +18,10 @@ from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig, PipelineParallelConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Block, Network, assert_same_run, samples, train
-from tests.slow import slow_for
+from tests.slow import mostly_slow, slow_for
 from tests.torch_needed import needs_torch
+
+slow = slow_for("many meshes", "meshes")
 
 
 def as_sequence() -> nn.Module:
@@ -135,7 +137,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, ["1f1b", "followed", "tied", "transposed"], slow))
 def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
     variant = VARIANTS[name]
     _compare(run_on_ranks(functools.partial(_train, 2, **variant), 2), _alone(build=variant["build"]))
@@ -151,13 +153,13 @@ def test_four_stages_train_as_one_process() -> None:
     _compare(run_on_ranks(functools.partial(_train, 4, build=as_sequence), 4), _alone(build=as_sequence))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "traced"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("traced", marks=slow)])
 def test_replicas_of_a_pipeline_train_as_one_process(name: str) -> None:
     variant = VARIANTS[name]
     _compare(run_on_ranks(functools.partial(_train, 4, replicas=2, **variant), 4), _alone(build=variant["build"]))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_half_precision_trains_as_one_process(precision: str) -> None:
     ranks = run_on_ranks(functools.partial(_train, 2, precision=precision, **VARIANTS["1f1b"]), 2)
     _compare(ranks, _alone(build=as_sequence, precision=precision), 1e-2)
@@ -209,7 +211,7 @@ def _in_shards(build: Any, fsdp: dict[str, Any], pipeline: dict[str, Any]) -> di
     return {"losses": losses, "norms": norms, "weights": {name: value.tolist() for name, value in weights.items()}}
 
 
-@slow_for("many meshes", "meshes")
+@slow
 @pytest.mark.parametrize("build", [as_sequence, functools.partial(Network, tied=True), Branching])
 @pytest.mark.parametrize(
     "fsdp",
@@ -237,8 +239,11 @@ def _counted(function: Any, counts: list[list[int]], number: int) -> Any:
 
 @pytest.mark.parametrize(
     "pipeline",
-    [{}, {"reshard_between_parts": True}, {"schedule": "interleaved"}],
-    ids=["once", "for each part", "interleaved"],
+    [
+        pytest.param({}, id="once"),
+        pytest.param({"reshard_between_parts": True}, id="for each part", marks=slow),
+        pytest.param({"schedule": "interleaved"}, id="interleaved", marks=slow),
+    ],
 )
 def test_shards_are_gathered_once_a_step_and_gradients_reduced_once_an_update(pipeline: dict[str, Any]) -> None:
     """Or gathered for each part of a batch, where that was asked for."""
@@ -369,12 +374,11 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved"}}
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
-        ((2, {}), (2, {})),
-        ((2, INTERLEAVED), (1, {})),
-        ((1, {}), (2, {"pipeline": {"split_points": ["1"]}})),
-        ((2, {}), (4, {"replicas": 2})),
+        pytest.param((2, {}), (2, {}), id="itself", marks=slow),
+        pytest.param((2, INTERLEAVED), (1, {}), id="into one process"),
+        pytest.param((1, {}), (2, {"pipeline": {"split_points": ["1"]}}), id="from one process"),
+        pytest.param((2, {}), (4, {"replicas": 2}), id="into replicas", marks=slow),
     ],
-    ids=["itself", "into one process", "from one process", "into replicas"],
 )
 def test_a_checkpoint_loads_under_any_number_of_stages(
     saves: tuple[int, dict[str, Any]], loads: tuple[int, dict[str, Any]], tmp_path: Path

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 from tests.torch_needed import FSDP2_ON_CPU
 
 SCRIPT = Path(__file__).with_name("drawing.py")
@@ -72,7 +73,7 @@ def place(rank: int, size: int) -> dict[str, str]:
     return {**own, "ACCELERATE_USE_CPU": "true", "ACCELERATE_HANG_SECONDS": "0"}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=slow)])
 def test_a_pretended_rank_reads_the_samples_of_the_real_one(num_ranks: int, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path)])
     expected = run_on_ranks(real, num_ranks, tmp_path, timeout_seconds=300)
@@ -100,7 +101,7 @@ def predicted(folder: Path, kind: str) -> tuple[dict[str, int], str]:
 
 @FSDP2_ON_CPU
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", "ddp"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=slow)])
 def test_the_sizes_of_files_are_those_of_a_real_checkpoint(kind: str, num_ranks: int, tmp_path: Path) -> None:
     (tmp_path / "saving.py").write_text(SAVING)
     run_on_ranks(saved, num_ranks, tmp_path, kind)

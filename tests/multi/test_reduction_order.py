@@ -13,6 +13,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 NUM_STEPS = 5
 
@@ -81,7 +82,7 @@ def resumed_differences(folder: str, **options: Any) -> list[str]:
     ],
     ids=["plain", "accumulated", "bucket_views", "unused"],
 )
-@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=slow)])
 def test_a_resumed_run_adds_gradients_in_the_saved_order(
     num_ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.plugins.handlers import GradScalerKwargs
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 UPDATES, SCALE, OVERFLOWS = 6, 2.0**10, 3  # in the update OVERFLOWS, gradients of the second half are infinite
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
@@ -224,7 +225,10 @@ def all_of(layout: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("replicas", 1), ("replicas", 2), ("shards", 1), ("shards", 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("replicas", 1), ("replicas", 2), ("shards", 1), pytest.param("shards", 2, marks=slow)],  # below: one such loop
+)
 def test_several_optimizers_share_a_scaler_as_in_a_plain_loop(layout: str, ranks: int) -> None:
     answers = [all_of(layout)] if ranks == 1 else run_on_ranks(all_of, ranks, layout)
     for answer in answers:

@@ -20,6 +20,7 @@ from torch import nn
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.errors import HardwareWarning, SettingError
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
 TOTAL = 0
 SEEN: list[float] = []
@@ -274,7 +275,9 @@ def compared(strategy: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", pytest.param("fsdp2", marks=slow_for("of many models", "meshes"))]
+)
 def test_a_model_that_keeps_state_trains_the_same_with_the_check(strategy: str) -> None:
     for found in run_on_ranks(compared, 1 if strategy == "single" else 2, strategy):
         assert [name for name, (is_same, _) in found.items() if not is_same] == []

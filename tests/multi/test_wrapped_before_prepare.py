@@ -71,11 +71,8 @@ STRATEGIES: Final[dict[str, tuple[int, dict[str, Any] | None, list[Wrapper]]]] =
     "fsdp1": (2, {"fsdp_version": 1, "use_orig_params": True, **BLOCKS}, WRAPPERS),
     "fsdp1-flat": (2, {"fsdp_version": 1, **BLOCKS}, WRAPPERS),
 }
-#: Each wrapper of torch, and each kind of strategy.
-QUICK: Final = (
-    ("one", data_parallel_of_compiled), ("ddp", compiled_ddp), ("ddp", in_data_parallel), ("fsdp2", compiled),
-    ("fsdp1", in_data_parallel),
-)  # fmt: skip
+#: Each wrapper of torch, and replicas and shards.
+QUICK: Final = (("one", data_parallel_of_compiled), ("ddp", compiled_ddp), ("fsdp2", compiled))
 SLOW: Final = slow_for("five runs of training")
 CASES: Final = [
     pytest.param(

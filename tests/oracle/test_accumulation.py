@@ -16,6 +16,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.plugins.handlers import GradScalerKwargs
 from tests.ranks import run_on_ranks
+from tests.slow import slow_for
 
 FEATURES = 4
 
@@ -99,7 +100,7 @@ CELLS = [(steps, steps * 2 + tail, seed) for steps in (1, 2, 3, 5, 8) for tail i
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=slow_for("four ranks", "oracle"))])
 def test_weighted_gradients_are_those_of_the_full_batch(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
     cases = [(steps, ragged(ranks, count, seed)) for steps, count, seed in CELLS]
 

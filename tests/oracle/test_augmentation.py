@@ -113,7 +113,9 @@ def test_any_number_of_ranks_and_workers_reads_the_same_rows(kind: str, cells: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("saved_on", "continued_on"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("saved_on", "continued_on"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 3)] if IS_SLOW else [(1, 2), (4, 2)]
+)
 def test_a_run_goes_on_with_the_same_rows_on_any_number_of_ranks(kind: str, saved_on: int, continued_on: int) -> None:
     if kind == "split" and continued_on == 3:
         pytest.skip("12 samples in 2 equal parts are another order than 12 in 3")

@@ -236,7 +236,7 @@ KINDS = [
     "stream, workers",
     "random, prefetch and workers",
 ]
-QUICK = ["random", "noted stream, dispatched", "stateful stream"]
+QUICK = ["random", "noted stream, dispatched"]
 
 
 @pytest.mark.timeout(600)

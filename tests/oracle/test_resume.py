@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from accelerate.data_loader import ResumeWarning, prepare_data_loader, skip_first_batches
 from accelerate.distributed.random import capture_rng_states, restore_rng_states, set_seed
 from accelerate.errors import CheckpointError
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 
 CPU = torch.device("cpu")
 SIZE = 23
@@ -249,7 +249,9 @@ def test_each_share_of_a_sharded_loader_continues_alike(kind: str, count: int) -
 
 
 @pytest.mark.parametrize("kind", ["random", "generator", "buckets", "lazy", "no batches"])
-@pytest.mark.parametrize("stop_after", [1, 4, 6, 7] if IS_SLOW else [4, 6])
+@pytest.mark.parametrize(
+    "stop_after", [*(pytest.param(number, marks=slow_for("starts workers", "oracle")) for number in (1, 4, 7)), 6]
+)
 def test_loaders_with_workers_continue_alike(kind: str, stop_after: int) -> None:
     check(kind, stop_after, num_workers=2)
 

@@ -327,7 +327,6 @@ if not IS_SLOW:
             ("noted stream", "dispatched stateful", 0),
             ("divided stateful stream", "stateful", 0),
         ],
-        "in workers": [("noted stream", "stateful", 2)],
     }
 
 

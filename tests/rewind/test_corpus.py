@@ -16,12 +16,9 @@ from accelerate.guests.rewind.search import Found
 from tests.rewind import forked
 from tests.rewind.corpus import CAUSES, OTHERS, SAMPLE, Cause
 from tests.rewind.training import hashes, script, train
-from tests.slow import slow_for
+from tests.slow import mostly_slow, slow_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.nonfinite]  # several runs of a script, one after another
-#: Those that are run in every test run.
-QUICK = ("outlier", "data_file")
-
 slow = slow_for("several runs of a script", "corpus")
 
 
@@ -61,7 +58,7 @@ def trained(cause: Cause, folder: Path, number: int = 0, *, is_planted: bool = T
     return path, run, ["--cpu", *cause.flags, str(path), "--project", str(run), *arguments]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CAUSES])
+@pytest.mark.parametrize("name", mostly_slow(CAUSES, ["outlier"], slow))
 def test_a_cause_is_found_in_a_run(name: str, tmp_path: Path) -> None:
     cause = CAUSES[name]
     (tmp_path / "run").mkdir()
@@ -89,7 +86,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cause], tuple[P
     return base
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in OTHERS])
+@slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_cause_is_found_between_two_runs(
     name: str, tmp_path: Path, bases: Callable[[Cause], tuple[Path, list[str]]]
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,7 @@ import yaml
 
 from accelerate import Accelerator, notebook_launcher
 from tests.python_path import python_path
+from tests.ranks import run_on_ranks
 from tests.seeds.test_001_commands import ARTICLE_ANSWERS, STATE, told, with_own_port
 from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run
 from tests.slow import slow
@@ -185,6 +188,22 @@ def pairs_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @row("002-12", "002-15", "002-18")
+def test_the_text_example_learns_on_two_ranks(pairs_files: list[Path]) -> None:
+    def run_main() -> str:
+        sys.argv = ["nlp_example.py", "--cpu", "--train_file", str(pairs_files[0]), "--batch_size", "16"]
+        sys.argv += ["--validation_file", str(pairs_files[1])]
+        with redirect_stdout(io.StringIO()) as said:
+            example("nlp_example").main()
+        return said.getvalue()
+
+    first, second = run_on_ranks(run_main, 2)
+    accuracies = [float(a) for a in re.findall(r"accuracy (\d\.\d+), f1 \d\.\d+", first)]
+    assert len(accuracies) >= 3 and accuracies[-1] >= 0.85
+    assert "accuracy" not in second
+
+
+@row("002-12", "002-15", "002-18")
+@slow
 def test_the_text_example_learns_and_reports_the_same_on_two_processes(pairs_files: list[Path]) -> None:
     script: list[str | Path] = [
         EXAMPLES / "nlp_example.py", "--cpu", "--train_file", pairs_files[0], "--validation_file", pairs_files[1],

@@ -65,13 +65,13 @@ def test_listings_run_with_python(precision: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("accelerate", "bf16"),
-        ("torchrun", "no"),
+        ("torchrun", "bf16"),
         *(
             pytest.param(name, precision, marks=slow)
             for name, precision in (
                 ("accelerate", "no"),
-                ("torchrun", "bf16"),
+                ("accelerate", "bf16"),
+                ("torchrun", "no"),
                 ("torch.distributed.launch", "no"),
                 ("torch.distributed.launch", "bf16"),
             )

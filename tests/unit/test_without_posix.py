@@ -205,7 +205,7 @@ TRAIN_WITH_WORKERS = """
         run = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=is_stateful))
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return run, *run.prepare(model, optimizer, DataLoader(Rows(), batch_size=2, shuffle=True, num_workers=2))
+        return run, *run.prepare(model, optimizer, DataLoader(Rows(), batch_size=2, shuffle=True, num_workers=1))
     def train(run, model, optimizer, data, save_after=None):
         losses = []
         for inputs, targets in data:

@@ -8,12 +8,12 @@ import pytest
 
 from accelerate.guests.scripts.verify.layouts import chosen
 from accelerate.guests.scripts.verify.prove import Proof, prove
-from tests.slow import slow_for
+from tests.slow import mostly_slow, slow_for
 from tests.verify.corpus import FAULTS, RIGHT, Script
 
 pytestmark = pytest.mark.timeout(900)  # several runs of a script, one after another
 #: Those that are run in every test run.
-QUICK = ("sum_of_losses", "mean_of_means_in_parts")
+QUICK = ("mean_of_means_in_parts",)
 
 slow = slow_for("several runs of a script", "corpus")
 
@@ -24,7 +24,7 @@ def proof_of(script: Script, folder: Path) -> Proof:
     return prove(path, [], 6, chosen(script.layouts))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in FAULTS])
+@pytest.mark.parametrize("name", mostly_slow(FAULTS, QUICK, slow))
 def test_a_planted_fault_is_found_and_its_place_is_named(name: str, tmp_path: Path) -> None:
     script = FAULTS[name]
     proof = proof_of(script, tmp_path)

@@ -129,11 +129,11 @@ def test_a_right_evaluation_agrees_in_all_layouts(tmp_path: Path) -> None:
 def test_padding_that_is_counted_is_found(tmp_path: Path) -> None:
     """An epoch has eight batches: the evaluation is reached though three updates are compared."""
     text = changed("gather_for_metrics", "gather")
-    proof, found = proof_of(tmp_path, text, "ranks4")
-    finding = found["ranks4"].finding
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    finding = found["ranks2"].finding
     assert finding is not None and (finding.code, finding.quantity) == ("V16", "evaluation"), as_text(proof)
     assert finding.text == "32 rows instead of 30" and "accelerator.gather(" in text.splitlines()[finding.lines[0] - 1]
-    assert "ranks4: after update 3, evaluation, gather at line" in as_text(proof) and proof.exit_code == 1
+    assert "ranks2: after update 3, evaluation, gather at line" in as_text(proof) and proof.exit_code == 1
 
 
 #: By fault: what is replaced, by what, the code, and the line that is named.

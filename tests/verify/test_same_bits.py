@@ -12,7 +12,7 @@ from accelerate.guests.scripts.verify.findings import together
 from accelerate.guests.scripts.verify.moments import Places
 from accelerate.guests.scripts.verify_command import main
 from accelerate.parallel.held_tensors import HeldTensor
-from tests.slow import IS_SLOW
+from tests.slow import IS_SLOW, slow_for
 from tests.verify.corpus import BARE, Script
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,7 +55,8 @@ def test_a_right_script_agrees_in_every_bit(tmp_path: Path, capsys: pytest.Captu
     assert set(told["layouts"][0]["excesses"]["gradients"]) == {0.0}
 
 
-@pytest.mark.parametrize("fault", FAULTS if IS_SLOW else ["input"])
+@slow_for("several runs of a script", "corpus")
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_other_bit_is_named(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after, quantity = FAULTS[fault]
     assert before in SCRIPT

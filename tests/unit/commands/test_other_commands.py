@@ -17,6 +17,7 @@ from accelerate import __version__
 from accelerate.commands import env, to_fsdp2
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.guests.xla import tpu_command as tpu
+from tests.slow import slow
 
 FSDP1 = {
     "distributed_type": "FSDP",
@@ -124,7 +125,7 @@ def test_tpu_commands_are_one_argument_of_a_list(capsys: pytest.CaptureFixture[s
     assert shlex.split(shown)[5:] == ["t", "--zone", "z", "--command", "cd /usr/share; ls -l | wc", "--worker", "all"]
 
 
-@pytest.mark.parametrize("version", ["latest", "dev", "0.30.1"])
+@pytest.mark.parametrize("version", [pytest.param("latest", marks=slow), pytest.param("dev", marks=slow), "0.30.1"])
 def test_a_pod_gets_this_very_package_whatever_version_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
 ) -> None:

@@ -22,6 +22,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 pytest.importorskip("torchdata")
 SIZE = 23
@@ -63,6 +64,12 @@ class Stateful(IterableDataset):
 
 
 KINDS = ["sequential", "shuffled by torchdata", "generator", "stream", "stateful stream"]
+#: With the number of workers; the order of some kinds is nothing to them.
+CASES = [
+    pytest.param(num_workers, kind, marks=slow if num_workers and kind in ("sequential", "generator") else ())
+    for num_workers in (0, 2)
+    for kind in KINDS
+]
 
 
 def bare(kind: str, num_workers: int, share: int = 0, count: int = 1) -> Any:
@@ -127,8 +134,7 @@ def test_prepared_loaders_of_two_ranks_are_torchdatas() -> None:
     assert run_on_ranks(ranks) == [[True] * 6] * 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_workers", "kind"), CASES)
 @pytest.mark.parametrize("dispatch_batches", [False, True])
 def test_torchdata_continues_from_a_position_of_a_prepared_loader(
     kind: str, num_workers: int, dispatch_batches: bool
@@ -139,8 +145,7 @@ def test_torchdata_continues_from_a_position_of_a_prepared_loader(
     assert rest and [batch.tolist() for batch in other] == rest
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_workers", "kind"), CASES)
 @pytest.mark.parametrize("dispatch_batches", [False, True])
 def test_a_prepared_loader_continues_from_a_position_of_torchdatas(
     kind: str, num_workers: int, dispatch_batches: bool
@@ -230,8 +235,7 @@ def keys_of(state: Any) -> Any:
     return {key: None if key in opaque else keys_of(value) for key, value in state.items()}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_workers", "kind"), CASES)
 def test_the_state_is_torchdatas_key_for_key(kind: str, num_workers: int) -> None:
     bare_loader, loader = bare(kind, num_workers), prepared(kind, num_workers)
     if num_workers == 0:
