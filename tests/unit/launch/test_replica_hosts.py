@@ -211,7 +211,7 @@ def test_a_side_without_machine_0_ends(machines: Machines, capfd: pytest.Capture
         remote._link.heard_at -= launcher_members.SILENCE_SECONDS + 1
         remote._tick()
         assert rank.wait(30) == -signal.SIGKILL
-    assert remote.is_cut_off and not remote.members and not remote.replace()
+    assert remote.is_cut_off and not remote.members and not remote.replace(2)
     machines.run(0)
     assert machines.holder.members == {0, 1}
     said = capfd.readouterr().err

@@ -260,7 +260,9 @@ class SharedLoader(PreparedLoader):
         while epoch.has_step(membership.members):
             members, num_returns = membership.members, epoch.num_returns
             sampler = _Shares(epoch.copy(), members, membership.rank)
-            for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler):
+            # Not from the global stream: a resumed run, or one that lost ranks, begins the rest of an epoch once more.
+            own = torch.Generator().manual_seed(zlib.crc32(repr(membership.rank).encode(), epoch.checksum))
+            for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler, generator=own):
                 indices, self.num_own_samples = own_share(epoch.draw(members), membership.rank)
                 num_steps += 1
                 is_last = not epoch.has_step(members)
