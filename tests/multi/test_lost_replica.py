@@ -478,6 +478,54 @@ def test_a_watch_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     assert "SettingError: `watch_run()` under `accelerate launch --keep_replicas`" in ended.stderr
 
 
+#: What a script does on rank 1 alone, and what is said about it.
+PARTING = {
+    "raw": "Call `accelerator.backward(loss)` in its place",
+    "nostep": "have made different numbers of optimizer steps (by rank: {0: 4, 1: 3})",
+    "continue": "have different numbers of samples left in this epoch: [12, 4]",
+    "uneven": "have different numbers of samples left in this epoch: [36, 53]",
+    "break": "rank 0 is in update; rank 1 is in the beginning of an epoch",
+}
+PARTING_SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+
+case = sys.argv[1]
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+num_samples = 61 if case == "uneven" and accelerator.process_index else 44
+loader = torch.utils.data.DataLoader(torch.randn(num_samples, 3), batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for number, rows in enumerate(loader):
+        is_odd = accelerator.process_index == 1 and number == 3
+        if is_odd and case == "continue":
+            continue
+        if is_odd and case == "break":
+            break
+        loss = model(rows).square().mean()
+        loss.backward() if case == "raw" else accelerator.backward(loss)
+        if not (is_odd and case == "nostep"):
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@slow
+@pytest.mark.parametrize("case", PARTING)
+def test_what_would_part_the_ranks_is_refused_and_told(tmp_path: Path, case: str) -> None:
+    (tmp_path / "train.py").write_text(PARTING_SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    command = [*launch, "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py"), case]
+    ended = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 1 and PARTING[case] in ended.stderr, ended.stderr
+
+
 def test_ranks_that_all_fail_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     command = ["launch", "--cpu", "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py")]

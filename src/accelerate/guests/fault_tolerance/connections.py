@@ -228,7 +228,7 @@ class HostLink:
             except OSError as error:
                 return self._end(str(error))
             if not data:
-                return self._end("the launcher there has ended")
+                return self._end("the launcher there has ended, or has heard nothing from here")
             self.heard_at = time.monotonic()
             self._take(memoryview(data))
 

@@ -35,6 +35,8 @@ _MINIMUM: Final = "min_replicas"
 _NUM_RESTARTS: Final = "max_restarts"
 _LOST_AFTER: Final = "lost_after_seconds"
 _REPLICA_SIZE: Final = "replica_size"
+#: Settings that are for kept replicas only.
+_NEEDS_REPLICAS: Final = ("launch.min_replicas", "replicas.lost_after_seconds")
 
 
 @final
@@ -46,7 +48,7 @@ class FaultTolerantProcesses(LaunchEngine):
 
     def suits(self, settings: Settings, host: Host) -> bool:
         """Return whether to replace lost ranks, or the minimum number of living ranks was given."""
-        return settings.launch.keep_replicas > 0 or settings.was_given("launch.min_replicas")
+        return settings.launch.keep_replicas > 0 or any(map(settings.was_given, _NEEDS_REPLICAS))
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """Plan the processes like `--launcher local`.
@@ -57,9 +59,10 @@ class FaultTolerantProcesses(LaunchEngine):
         """
         launch = settings.launch
         if not launch.keep_replicas:
+            given = next(filter(settings.was_given, _NEEDS_REPLICAS))
             raise SettingError(
-                f"{settings.quote('launch.min_replicas')} is for ranks that continue when others are lost. Give "
-                "--keep_replicas N as well, or leave it out."
+                f"{settings.quote(given)} is for ranks that continue when others are lost. Give --keep_replicas N as "
+                "well, or leave it out."
             )
         named = settings.cluster.launcher
         others = [engine for engine in engines() if engine is not self]

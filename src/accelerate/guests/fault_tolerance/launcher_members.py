@@ -41,8 +41,14 @@ _LONGEST_SOCKET_PATH: Final = 100
 #: The free bytes in shared memory from which on ranks exchange gradients there, instead of in temporary files.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
-#: Operations in which ranks wait for one that prepares or saves, for as long as that takes.
-_WITHOUT_LIMIT: Final = ("members", "prepare", "save_state")
+#: What a rank sends before it saves for all, which takes as long as it takes.
+BUSY: Final = "busy"
+#: Operations at the start, before which ranks may load for as long as that takes.
+_WITHOUT_LIMIT: Final = ("members", "prepare")
+_ALIKE: Final = (
+    "All ranks make the same calls in the same order. Look for a `break`, `continue` or `return` that only some ranks "
+    "reach."
+)
 _UNEVEN: Final = (
     "update: the script counts something that a process in the place of a lost one counts from 0. Begin its loop with "
     "`for epoch in range(loader.iteration, ...)`, and count steps in an object that is registered for checkpointing."
@@ -198,6 +204,7 @@ class ReplicaMembers(LauncherMembers):
         super().__init__(size, num_replacements, minimum, replica_size)
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._arrived_at = 0.0
+        self._busy: set[int] = set()
         self._waiting: set[int] = set()
         self._starters = set(range(size))  # ranks whose process was started at the beginning
         self._ended: set[int] = set()  # the ones of these that have finished
@@ -237,9 +244,14 @@ class ReplicaMembers(LauncherMembers):
         if message["operation"] == "join":
             if not self.ending:
                 self._waiting.add(rank)
+                self._arrived_at = time.monotonic()
             return
         if rank not in self.members:  # its replica was lost before this arrived
             return
+        if message["operation"] == BUSY:
+            self._busy.add(rank)
+            return
+        self._busy.discard(rank)
         if notice := message.get("notice"):
             self.is_preempted = True
             self._end(f"preempted by {notice}")
@@ -277,11 +289,13 @@ class ReplicaMembers(LauncherMembers):
         """Answer the running exchange once every living member has sent its value."""
         if not self._arrived or not self.members or not self.members <= self._arrived.keys():
             return
-        arrived, self._arrived = self._arrived, {}
+        arrived, self._arrived, self._arrived_at = self._arrived, {}, time.monotonic()
         operations = {operation for operation, _ in arrived.values()}
         if len(operations) > 1:
             named = "; ".join(f"rank {rank} is in {operation}" for rank, (operation, _) in sorted(arrived.items()))
-            self._answer(self.members, {"error": f"The ranks wait for each other in different operations: {named}."})
+            self._answer(
+                self.members, {"error": f"The ranks wait for each other in different operations: {named}. {_ALIKE}"}
+            )
             return
         if operations == {"update"} and self._ended:
             ended = f"{some_ranks(self._ended)} came to the end"
@@ -326,8 +340,9 @@ class ReplicaMembers(LauncherMembers):
             link.run()  # this launcher may not have read for a while either
             if link in self._links and now - link.heard_at > SILENCE_SECONDS:
                 self._lose_host(link, f"nothing was heard from it for {SILENCE_SECONDS:.0f} s")
-        late = self.members - self._arrived.keys()
+        late = self.members - self._arrived.keys() - self._busy
         operations = {operation for operation, _ in self._arrived.values()}
+        operations = operations or ({"the beginning of their loop"} if self._joining() else operations)
         is_limited = self._lost_after_seconds and operations and operations.isdisjoint(_WITHOUT_LIMIT)
         if is_limited and late and now - self._arrived_at > self._lost_after_seconds:
             self._arrived_at = now

@@ -26,6 +26,7 @@ from ...settings.env import read
 from ...settings.preemption import PREEMPTED_EXIT_CODE
 from .connections import REPLICAS_SOCKET_NAME
 from .launcher_members import (
+    BUSY,
     REPLICA_JOINS_VARIABLE,
     REPLICA_SIZE_VARIABLE,
     REPLICA_START_VARIABLE,
@@ -104,6 +105,7 @@ class Membership(Members):
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0
+        self.count_steps: Callable[[], int] = lambda: 0  # the optimizers' steps, which the loop's hook counts
         self._mapped: dict[Path, torch.Tensor] = {}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -168,12 +170,14 @@ class Membership(Members):
         def attempt() -> dict[str, str]:
             try:
                 return {"address": save()}
+            except CheckpointError as error:
+                return {"error": str(error)}
             except Exception as error:  # whatever it is, all members raise it
-                return {"error": f"{type(error).__name__}: {error}"}
+                return {"error": f"can't save: {type(error).__name__}: {error}"}
 
         found, _ = self.made_by_lowest("save_state", attempt)
         if "error" in found:
-            raise CheckpointError(f"can't save: {found['error']}")
+            raise CheckpointError(found["error"])
         self.last_saved = found["address"]
         return found["address"]
 
@@ -250,6 +254,8 @@ class Membership(Members):
         while True:
             if not self.members:
                 self.exchange("members")
+            if self.is_lowest and not self.is_joining:
+                self._send({"operation": BUSY, "value": operation})
             own = make() if self.is_lowest else None
             values = self.exchange(operation, own, str(own) if is_file and own is not None else None).values
             given = [values[rank] for rank in self.counterparts(values) if values[rank] is not None]

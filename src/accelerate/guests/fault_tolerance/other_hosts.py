@@ -121,8 +121,8 @@ class RemoteMembers(LauncherMembers):
         self.members.clear()
         say(
             f"machine {self._hosts.machine} has lost machine 0, which keeps the members of the run ({why}). "
-            f"{some_ranks(self._hosts.ranks(self._hosts.machine))} can't continue and end. Start the same command "
-            "again to join the run, or let --max_restarts do it."
+            f"{some_ranks(self._hosts.ranks(self._hosts.machine))} can't continue, and this launcher ends them by "
+            "SIGKILL. Start the same command again to join the run, or let --max_restarts do it."
         )
         self._ranks.kill_all()
         self._ranks.close()

@@ -41,7 +41,7 @@ def without_meshes(state: Any) -> Any:
     """Return ``state`` with this rank's shard, its layout and its whole shape in place of each DTensor."""
 
     def packed(found: Any) -> object:
-        if not (isinstance(found, torch.Tensor) and is_sharded(found)):
+        if not is_sharded(found):
             return found
         dims = [place.dim if place.is_shard() else -1 for place in found.placements]
         return (_SHARD, found.to_local().detach(), dims, [*found.shape], [*found.stride()])

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 
 from ...distributed.world import World
-from ...errors import PreparationError
+from ...errors import CollectiveError, PreparationError
 from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
@@ -37,6 +37,21 @@ class Kept(Strategy, ABC):
         self._weight = 0.0  # samples of the open window, or the weights that the script gave
         self._is_weighted: bool | None = None  # whether the open window has such weights
         self._step_calls = -1  # at the last sum of gradients
+        self._is_averaged = False  # whether the gradients are those of all replicas
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the hook that refuses a step with the gradients of this rank alone."""
+        super().register_step_hooks(optimizer)
+
+        def require_average(stepped: torch.optim.Optimizer, *_: object) -> None:
+            grads = (p.grad for group in stepped.param_groups for p in group["params"])
+            if not self._is_averaged and any(grad is not None for grad in grads):
+                raise PreparationError(
+                    "optimizer.step() under `accelerate launch --keep_replicas`, with gradients of this rank alone: "
+                    "`loss.backward()` doesn't average them. Call `accelerator.backward(loss)` in its place."
+                )
+
+        optimizer.register_step_pre_hook(require_average)
 
     def release(self) -> None:
         """Drop all references to prepared models."""
@@ -87,17 +102,26 @@ class Kept(Strategy, ABC):
         num_samples = 1 if shared is None else shared.num_own_samples
         items = num_samples if weight is None else float(weight) * bool(num_samples)
         loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
+        self._is_averaged = False
         super().backward(loss, scaler, **kwargs)
         self._weight, self._is_weighted = self._weight + items, weight is not None
         if shared is not None:
             shared.has_backward = True
         if not state.sync_gradients:
             return
-        checksum = 0 if shared is None else shared.epoch_shared.checksum
-        contributions = self._average([self._weight, checksum], has_scaler=scaler is not None)
+        position = [0, 0] if shared is None else [shared.epoch_shared.checksum, shared.epoch_shared.num_left]
+        contribution = [self._weight, self._membership.count_steps(), *position]
+        contributions = self._average(contribution, has_scaler=scaler is not None)
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
+        self._is_averaged = True
+        steps = {rank: int(given[1]) for rank, given in sorted(contributions.items())}
+        if len(set(steps.values())) > 1:
+            raise CollectiveError(
+                f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
+                "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
+            )
         if shared is not None:
-            shared.commit(contributions, [int(given[1]) for given in contributions.values()])
+            shared.commit(contributions, [(int(given[2]), int(given[3])) for given in contributions.values()])
 
     def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
         """Average the gradients over the samples of all contributors; return their contributions."""
@@ -117,7 +141,7 @@ class Kept(Strategy, ABC):
             flat = torch.cat(pieces)
             total, given = self._membership.add_up(flat, contribution)
             # The ranks of a replica have averaged their gradients already.
-            weights = sum(weight for weight, _ in given.values()) / self._membership.replica_size
+            weights = sum(weight for weight, *_ in given.values()) / self._membership.replica_size
             start, num_values = 0, sum(own.numel() for own in values_of)
             used = total[num_values : num_values + len(parameters)]
             for parameter, own, is_used in zip(parameters, values_of, used, strict=True):
