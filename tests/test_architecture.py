@@ -102,6 +102,7 @@ HEAVY_FILES: Final = frozenset(
         "guests/batch_parts/shards.py",
         "guests/checks/",
         "guests/estimate/",
+        "guests/fault_tolerance/sharded_strategy.py",
         "guests/pretend/",
         "inference.py",
         "parallel/expert_parallel.py",
@@ -237,8 +238,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
-CORE_LIMIT: Final = (41_317, 310)
-GUESTS_LIMIT: Final = (24_506, 199)
+CORE_LIMIT: Final = (41_309, 310)
+GUESTS_LIMIT: Final = (24_774, 201)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

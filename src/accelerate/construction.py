@@ -424,8 +424,10 @@ def precision(
 ) -> Precision:
     """Return the Precision of mixed precision ``label`` in ``world``, with the handlers' options."""
     config = plugins.parallelism
+    holders = world.holders
     is_sharded = (
-        world.backend is not None
+        holders is not None
+        and holders.backend is not None
         and not world.kind.runtime
         and (plugins.fsdp is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
@@ -436,7 +438,7 @@ def precision(
         has_bf16=None if has_bf16 is is_bf16_available else bool(has_bf16(True)),
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
-        shards_over=world if is_sharded else None,
+        shards_over=holders if is_sharded else None,
         fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )

@@ -202,6 +202,9 @@ class Members(ABC):
     A guest creates the object when a process joins such a world (`Guest.members`); it is stored in `World.members`.
     """
 
+    #: The world of the ranks that hold a copy of the model together with this one; None: each holds one by itself.
+    replica: Any = None
+
     @property
     @abstractmethod
     def writes_files(self) -> bool:

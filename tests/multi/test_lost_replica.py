@@ -62,8 +62,13 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.999**n)
 loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+def whole(state):
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return state.full_tensor() if hasattr(state, "full_tensor") else state
+
 if not is_new:
-    torch.save(model.state_dict(), folder / f"start_{rank}.pt")
+    torch.save(whole(model.state_dict()), folder / f"start_{rank}.pt")
 accelerator.resume()
 
 commit, exchange, send = SharedEpoch.commit, Membership.exchange, Membership._send
@@ -103,10 +108,16 @@ for epoch in range(0 if "FROM_0" in os.environ else loader.iteration, num_epochs
     if any(gather_object([(folder / "enough").exists()])):
         break
 accelerator.save_model(model, folder / "weights")
-torch.save([model.state_dict(), optimizer.state_dict()["state"], scheduler.get_last_lr()], folder / f"end_{rank}.pt")
+state = [whole(model.state_dict()), whole(optimizer.state_dict()["state"]), scheduler.get_last_lr()]
+torch.save(state, folder / f"end_{rank}.pt")
 accelerator.wait_for_everyone()
 """
 
+#: Two replicas, each of two ranks that shard it.
+SHARDED = (
+    *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
+    *("--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"),
+)
 #: Several generations of processes, which begin one after the other.
 pytestmark = pytest.mark.timeout(320)
 slow = slow_for("several generations of processes", "kills")
@@ -175,18 +186,21 @@ def test_a_lost_rank_costs_no_sample_and_no_restart(tmp_path: Path) -> None:
     _check(tmp_path, 2, 2, 60, 2)
 
 
-@pytest.mark.parametrize("minimum", ["1", pytest.param("2", marks=slow)])
-def test_a_launcher_of_another_machine_that_is_started_again_joins(tmp_path: Path, minimum: str) -> None:
+@pytest.mark.parametrize(
+    ("minimum", "size"), [("1", 1), pytest.param("2", 1, marks=slow), pytest.param("1", 2, marks=slow)]
+)
+def test_a_launcher_of_another_machine_that_is_started_again_joins(tmp_path: Path, minimum: str, size: int) -> None:
     """Two launchers on this machine; `make kills` does it with network namespaces.
 
-    With a minimum of 2, the ranks of machine 0 save and end instead, and it starts the run again.
+    With a minimum of 2, the ranks of machine 0 save and end instead, and it starts the run again. Each machine has a
+    replica of ``size`` ranks.
     """
-    port = str(get_free_port())
+    port, ranks, sharded = str(get_free_port()), [*range(2 * size)], SHARDED if size > 1 else ()
 
     def start(machine: int) -> subprocess.Popen[str]:
         where = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank", str(machine))
         options = ("--num_machines", "2", "--min_replicas", minimum, "--max_restarts", "1", *where)
-        return _launch(tmp_path, 2, 1, "40", "100000", "0.05", "{}", "0", options=options)
+        return _launch(tmp_path, len(ranks), 1, "40", "100000", "0.05", "{}", "0", options=(*options, *sharded))
 
     def wait_for(members: list[int], since: float) -> None:
         def newest() -> tuple[float, list[int]]:
@@ -198,20 +212,20 @@ def test_a_launcher_of_another_machine_that_is_started_again_joins(tmp_path: Pat
             time.sleep(0.05)
 
     first, second = start(0), start(1)
-    wait_for([0, 1], 0)
+    wait_for(ranks, 0)
     second.kill()
     second.communicate()
     if minimum == "1":
-        wait_for([0], time.time() + 0.5)
+        wait_for(ranks[:size], time.time() + 0.5)
     second = start(1)
-    wait_for([0, 1], time.time())
+    wait_for(ranks, time.time())
     (tmp_path / "enough").touch()
     errors = [launched.communicate(timeout=200)[1] for launched in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), errors
-    assert errors[0].count("machine 1 was lost with rank 1") == 1, errors
+    assert errors[0].count("machine 1 was lost with rank") == 1, errors
     assert errors[0].count("it is started again (restart 1 of 1)") == int(minimum) - 1, errors
     epochs = {line["epoch"] for line in _lines(tmp_path) if "samples" in line}
-    _check(tmp_path, 2, 2, 40, len(epochs))
+    _check(tmp_path, len(ranks), len(ranks), 40, len(epochs))
 
 
 @slow
@@ -244,6 +258,18 @@ def test_lost_ranks_cost_no_sample_and_no_restart(
 
 
 @slow
+@pytest.mark.parametrize(
+    "deaths", [{1: (2, "given")}, {2: (2, "agreement")}, {0: (3, "forward"), 3: (9, "data")}], ids=str
+)
+def test_a_lost_rank_takes_along_those_that_shard_with_it(tmp_path: Path, deaths: dict[int, tuple[int, str]]) -> None:
+    launched = _launch(tmp_path, 4, 2, "200", "2", "0", json.dumps(deaths), "4", options=SHARDED)
+    _, errors = launched.communicate(timeout=300)
+    assert launched.returncode == 0, errors
+    assert errors.count("its replica is started again") == len(deaths), errors
+    _check(tmp_path, 4, 4, 200, 2)
+
+
+@slow
 def test_a_loop_over_all_epochs_is_joined_where_the_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_0", "1")
     launched = _launch(tmp_path, 3, 2, "150", "3", "0", json.dumps({1: (8, "given"), 0: (9, "forward")}), "3")
@@ -260,10 +286,17 @@ def test_a_run_that_ends_without_its_main_process_has_failed(tmp_path: Path) -> 
 
 
 @slow
-@pytest.mark.parametrize("to_launcher", [False, True])
-def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, to_launcher: bool) -> None:
+@pytest.mark.parametrize(
+    ("to_launcher", "num_ranks", "options"),
+    [(False, 3, ()), (True, 3, ()), (False, 4, SHARDED)],
+    ids=["rank", "launcher", "sharded"],
+)
+def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(
+    tmp_path: Path, to_launcher: bool, num_ranks: int, options: tuple[str, ...]
+) -> None:
     arguments = ("150", "2", "0.05", "{}", "0")
-    launched = _launch(tmp_path, 3, 1, *arguments, options=("--save_on_signal", "--max_restarts", "1"))
+    of_notices = ("--save_on_signal", "--max_restarts", "1")
+    launched = _launch(tmp_path, num_ranks, 1, *arguments, options=(*of_notices, *options))
     while not _lines(tmp_path):
         time.sleep(0.1)
     notice = signal.SIGTERM if to_launcher else signal.SIGUSR1
@@ -271,16 +304,16 @@ def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, 
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 75, errors
     assert f"preempted by {notice.name}. Saved " in errors and "started again (restart" not in errors, errors
-    for start in tmp_path.glob("start_[12].pt"):
-        start.unlink()
     (tmp_path / "start_0.pt").rename(tmp_path / "start.pt")
-    launched = _launch(tmp_path, 3, 1, *arguments)
+    for start in tmp_path.glob("start_*"):
+        start.unlink()
+    launched = _launch(tmp_path, num_ranks, 1, *arguments, options=options)
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 0, errors
     for start in tmp_path.glob("start_*"):
         start.unlink()
     (tmp_path / "start.pt").rename(tmp_path / "start_0.pt")
-    _check(tmp_path, 3, 3, 150, 2)
+    _check(tmp_path, num_ranks, num_ranks, 150, 2)
 
 
 @pytest.mark.timeout(1800)
@@ -307,6 +340,28 @@ def test_a_hundred_random_kills(tmp_path: Path) -> None:
     (tmp_path / "killed.json").write_text(json.dumps(killed))  # for docs/benchmarks.md
     assert len(killed) >= num_kills
     _check(tmp_path, 4, len(list(tmp_path.glob("end_*"))), num_samples, num_epochs)
+
+
+@pytest.mark.timeout(1800)
+@slow_for("20 kills take minutes", "kills")
+def test_random_kills_of_sharded_replicas(tmp_path: Path) -> None:
+    num_kills = 20
+    launched = _launch(tmp_path, 4, num_kills, "800", "100000", "0.06", "{}", "0", options=SHARDED)
+    draw, num_killed, lost_at = random.Random(12), 0, 0.0
+    while num_killed <= num_kills and launched.poll() is None:
+        time.sleep(draw.random())
+        found = ((line["time"], line["members"]) for line in _lines(tmp_path) if "members" in line)
+        at, newest = max(found, default=(0.0, []))
+        if at > lost_at + 0.1 and newest == [0, 1, 2, 3]:
+            if num_killed == num_kills:
+                (tmp_path / "enough").touch()
+                break
+            os.kill(int((tmp_path / f"pid_{draw.choice(newest)}").read_text()), signal.SIGKILL)
+            num_killed, lost_at = num_killed + 1, time.time()
+    _, errors = launched.communicate(timeout=1200)
+    assert launched.returncode == 0 and num_killed == num_kills, errors
+    epochs = {line["epoch"] for line in _lines(tmp_path) if "samples" in line}
+    _check(tmp_path, 4, 4, 800, len(epochs))
 
 
 EVALUATION = """
@@ -421,6 +476,54 @@ def test_a_watch_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 1 and "trains" not in ended.stdout
     assert "SettingError: `watch_run()` under `accelerate launch --keep_replicas`" in ended.stderr
+
+
+#: What a script does on rank 1 alone, and what is said about it.
+PARTING = {
+    "raw": "Call `accelerator.backward(loss)` in its place",
+    "nostep": "have made different numbers of optimizer steps (by rank: {0: 4, 1: 3})",
+    "continue": "have different numbers of samples left in this epoch: [12, 4]",
+    "uneven": "have different numbers of samples left in this epoch: [36, 53]",
+    "break": "rank 0 is in update; rank 1 is in the beginning of an epoch",
+}
+PARTING_SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+
+case = sys.argv[1]
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+num_samples = 61 if case == "uneven" and accelerator.process_index else 44
+loader = torch.utils.data.DataLoader(torch.randn(num_samples, 3), batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for number, rows in enumerate(loader):
+        is_odd = accelerator.process_index == 1 and number == 3
+        if is_odd and case == "continue":
+            continue
+        if is_odd and case == "break":
+            break
+        loss = model(rows).square().mean()
+        loss.backward() if case == "raw" else accelerator.backward(loss)
+        if not (is_odd and case == "nostep"):
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@slow
+@pytest.mark.parametrize("case", PARTING)
+def test_what_would_part_the_ranks_is_refused_and_told(tmp_path: Path, case: str) -> None:
+    (tmp_path / "train.py").write_text(PARTING_SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    command = [*launch, "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py"), case]
+    ended = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 1 and PARTING[case] in ended.stderr, ended.stderr
 
 
 def test_ranks_that_all_fail_end_the_run(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class Ranks:
     def __init__(
         self, world: World | None = None, store_collectives: StoreCollectives | None = None, *, alone: bool = False
     ) -> None:
-        if world is not None and world.members is not None:
-            world = None  # its ranks may be lost: one writes for all, and each reads by itself
+        if world is not None:
+            world = world.holders  # of ranks that may be lost, one replica writes for all, and each reads by itself
         self._world = None if alone else world
         self._alone = alone
         self._store_collectives = store_collectives

@@ -143,7 +143,8 @@ def plan_launch(
     engine = engine or choose(settings, host)
     plan = engine.plan(settings, program, host)
     port = int(plan.environment.get("MASTER_PORT", 0))
-    if plan.ranks and not claim_port(port):  # another launch has chosen it, and its ranks don't listen there yet
+    # Another launch may have chosen it, whose ranks don't listen there yet. Only machine 0 listens.
+    if plan.ranks and plan.environment.get("GROUP_RANK", "0") == "0" and not claim_port(port):
         host = dataclasses.replace(host, busy_ports=host.busy_ports | {port})
         plan = engine.plan(settings, program, host)
     notes = (*plan.notes, *without_effect(engine, settings, program, host, plan), *_passed_to_script(program))

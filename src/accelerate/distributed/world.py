@@ -90,6 +90,11 @@ class World:
         return self.kind.label if self.backend is not None or self.members is not None else "NO"
 
     @property
+    def holders(self) -> World | None:
+        """The ranks that hold, save and load the run's state together: all of them, unless ranks may be lost."""
+        return self if self.members is None else self.members.replica
+
+    @property
     def debug(self) -> bool:
         """Whether collectives are published and compared: as set by `set_debug`, else by ACCELERATE_DEBUG_MODE."""
         return flag("ACCELERATE_DEBUG_MODE") if _debug is None else _debug
@@ -334,17 +339,8 @@ def _form(
         **init_kwargs,
     )
     coordinator = _coordinator_over(store, identity.rank, identity.size, timeout)
-    return World(
-        identity.rank,
-        identity.size,
-        identity.local_rank,
-        identity.local_size,
-        device,
-        backend=backend,
-        attempt=identity.attempt,
-        coordinator=coordinator,
-        **facts,
-    )
+    place = (identity.rank, identity.size, identity.local_rank, identity.local_size)
+    return World(*place, device, backend=backend, attempt=identity.attempt, coordinator=coordinator, **facts)
 
 
 def _join_members(
@@ -362,15 +358,10 @@ def _join_members(
         )
     if kind is table.CPU:
         _share_cores(identity)
-    return World(
-        identity.rank,
-        identity.size,
-        identity.local_rank,
-        identity.local_size,
-        _choose_device(kind, requested, identity),
-        members=seams.load(seams.members()[variable])(identity.rank),
-        **facts,
-    )
+    place = (identity.rank, identity.size, identity.local_rank, identity.local_size)
+    device = _choose_device(kind, requested, identity)
+    members = seams.load(seams.members()[variable])(identity, device, kind)
+    return World(*place, device, members=members, **facts)
 
 
 def _adopt(requested: torch.device | str | None, timeout: timedelta | None, facts: dict[str, Any]) -> World:

@@ -211,7 +211,7 @@ def test_a_side_without_machine_0_ends(machines: Machines, capfd: pytest.Capture
         remote._link.heard_at -= launcher_members.SILENCE_SECONDS + 1
         remote._tick()
         assert rank.wait(30) == -signal.SIGKILL
-    assert remote.is_cut_off and not remote.members and not remote.replace()
+    assert remote.is_cut_off and not remote.members and not remote.replace(2)
     machines.run(0)
     assert machines.holder.members == {0, 1}
     said = capfd.readouterr().err
@@ -303,27 +303,43 @@ def test_no_other_file_is_written_for_another_host(tmp_path: Any, name: str) -> 
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_rank_that_does_not_answer_is_killed() -> None:
-    members: Any = ReplicaMembers(2, 1, lost_after_seconds=0.2)
+def lines(operation: str) -> bytes:
+    return json.dumps({"operation": operation, "value": None}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("safe", "late"),
+    [
+        ({0: "prepare"}, {0: "update"}),  # at the start, a rank may load for as long as it wants
+        ({1: "busy", 0: "save_state"}, {1: "save_state", 0: "update"}),  # and save
+        ({}, {0: "save_state"}),  # but it has to begin
+        ({}, {2: "join"}),  # which a process that waits to join sees too
+    ],
+)
+def test_a_rank_that_does_not_answer_is_killed(safe: dict[int, str], late: dict[int, str]) -> None:
+    members: Any = ReplicaMembers(3, 1, lost_after_seconds=0.2)
     selector = selectors.DefaultSelector()
     members.register(selector)
-    opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+    opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    members.members = {1} if 2 in late else {0, 1}
+
+    def run(messages: dict[int, str], seconds: float) -> bool:
+        for number, operation in messages.items():
+            opened[number].sendall(lines(operation))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and rank.poll() is None:
+            for key, _ in selector.select(0.1):
+                key.data()
+        return rank.poll() is not None
+
     try:
-        with subprocess.Popen(["sleep", "60"]) as rank:
+        with subprocess.Popen(["sleep", "600"]) as rank:
             os.kill(rank.pid, signal.SIGSTOP)
             for number, one in enumerate(opened):
                 one.connect(str(members.folder / "members"))
-                one.sendall(json.dumps({"rank": number, "pid": rank.pid}).encode() + b"\n")
-            opened[0].sendall(b'{"operation": "save_state", "value": null}\n')
-            deadline = time.monotonic() + 2
-            while time.monotonic() < deadline:
-                for key, _ in selector.select(0.1):
-                    key.data()
-            assert rank.poll() is None  # the other one may save for as long as it wants
-            opened[0].sendall(b'{"operation": "update", "value": null}\n')
-            while rank.poll() is None:
-                for key, _ in selector.select(0.1):
-                    key.data()
+                one.sendall(json.dumps({"rank": number, "pid": rank.pid if number == 1 else 0}).encode() + b"\n")
+            assert not run(safe, 2)
+            assert run(late, 60)
             assert rank.returncode == -signal.SIGKILL
     finally:
         members.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import shutil
@@ -20,10 +21,11 @@ from accelerate.launch import reaper
 
 
 class Launcher:
-    """The members of three ranks, with the loop of the supervisor run by hand."""
+    """The members of three ranks, or of another number, with the loop of the supervisor run by hand."""
 
-    def __init__(self) -> None:
-        self.members, self.selector = ReplicaMembers(3, 1), selectors.DefaultSelector()
+    def __init__(self, size: int = 3, replica_size: int = 1) -> None:
+        self.members = ReplicaMembers(size, 1, replica_size=replica_size)
+        self.selector = selectors.DefaultSelector()
         self.members.register(self.selector)
         self.opened: list[socket.socket] = []
 
@@ -32,12 +34,18 @@ class Launcher:
             for key, _ in found:
                 key.data()
 
-    def connect(self, rank: int) -> socket.socket:
+    def close(self) -> None:
+        self.members.close()
+        self.selector.close()
+        for opened in self.opened:
+            opened.close()
+
+    def connect(self, rank: int, **more: object) -> socket.socket:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.settimeout(30)
         opened.connect(str(self.members.folder / "members"))
         self.opened.append(opened)
-        self.send(opened, rank=rank)
+        self.send(opened, rank=rank, **more)
         return opened
 
     def send(self, to: socket.socket, **message: object) -> None:
@@ -49,10 +57,15 @@ class Launcher:
 def launcher() -> Iterator[Launcher]:
     made = Launcher()
     yield made
-    made.members.close()
-    made.selector.close()
-    for opened in made.opened:
-        opened.close()
+    made.close()
+
+
+@pytest.fixture
+def pairs() -> Iterator[Launcher]:
+    """Two replicas, each of two ranks that hold it together."""
+    made = Launcher(4, 2)
+    yield made
+    made.close()
 
 
 def answer(to: socket.socket) -> dict[str, Any]:
@@ -121,8 +134,8 @@ def test_a_second_process_is_no_rank(launcher: Launcher) -> None:
 
 
 def test_no_more_processes_than_asked_for_take_the_places_of_lost_ranks(launcher: Launcher) -> None:
-    assert launcher.members.replace()
-    assert not launcher.members.replace()
+    assert launcher.members.replace(0)
+    assert not launcher.members.replace(1)
 
 
 def test_too_few_members_hear_that_they_end_and_nobody_joins_them(launcher: Launcher) -> None:
@@ -139,7 +152,7 @@ def test_too_few_members_hear_that_they_end_and_nobody_joins_them(launcher: Laun
     heard = answer(ranks[1])
     assert heard["ending"] == "only rank 1 of 3 lives, fewer than --min_replicas 2"
     assert (heard["members"], heard["joining"]) == ([1], [])
-    assert not launcher.members.replace()
+    assert not launcher.members.replace(0)
 
 
 def test_a_notice_to_one_rank_is_one_to_all(launcher: Launcher) -> None:
@@ -147,7 +160,7 @@ def test_a_notice_to_one_rank_is_one_to_all(launcher: Launcher) -> None:
     for rank in range(3):
         launcher.send(ranks[rank], operation="update", value=rank, notice="SIGTERM" if rank == 1 else None)
     assert [answer(one)["ending"] for one in ranks] == ["preempted by SIGTERM"] * 3
-    assert launcher.members.is_preempted and not launcher.members.replace()
+    assert launcher.members.is_preempted and not launcher.members.replace(0)
 
 
 def test_ranks_that_end_well_are_not_missed(launcher: Launcher) -> None:
@@ -224,3 +237,62 @@ def test_folders_of_killed_launchers_are_removed(request: pytest.FixtureRequest)
         lines = f"={path}\n"
         subprocess.run([sys.executable, "-I", "-S", reaper.__file__], input=lines, text=True, check=True, timeout=60)
     assert not list(tmp_path.iterdir())
+
+
+def test_of_a_lost_replica_what_all_of_its_ranks_gave_counts(pairs: Launcher) -> None:
+    ranks = [pairs.connect(rank) for rank in range(4)]
+    for rank in (0, 2, 3):
+        pairs.send(ranks[rank], operation="update", value=rank)
+    pairs.members.lost(0)
+    assert answer(ranks[2]) == {"values": {"2": 2, "3": 3}, "members": [2, 3], "joining": [], "ending": ""}
+    with contextlib.suppress(BrokenPipeError):  # it comes too late, and is no part of the next exchange
+        pairs.send(ranks[1], operation="update", value=1)
+    ranks = [pairs.connect(rank, start=1) for rank in (0, 1)] + ranks[2:]
+    for rank in (2, 3):
+        pairs.send(ranks[rank], operation="update", value=rank)
+    assert answer(ranks[3])["values"] == {"2": 2, "3": 3}
+
+
+def test_a_replica_that_gave_all_before_it_was_lost_counts(pairs: Launcher) -> None:
+    ranks = [pairs.connect(rank) for rank in range(4)]
+    for rank in (0, 1, 2):
+        pairs.send(ranks[rank], operation="update", value=rank)
+    pairs.members.lost(1)
+    pairs.send(ranks[3], operation="update", value=3)
+    assert answer(ranks[2])["values"] == {"0": 0, "1": 1, "2": 2, "3": 3}
+    assert pairs.members.members == {2, 3}
+
+
+def test_a_replica_joins_when_all_of_its_ranks_wait(pairs: Launcher) -> None:
+    ranks = [pairs.connect(rank) for rank in range(4)]
+    pairs.members.lost(3)
+    variables = [pairs.members.replace(3), pairs.members.replace(2), pairs.members.replace(2)]
+    assert variables[0] == variables[1] and variables[2] is None  # two processes are one replacement
+    new = {rank: pairs.connect(rank, start=1) for rank in (3, 2)}
+    pairs.send(new[3], operation="join", value=None)
+    for rank in (0, 1):
+        pairs.send(ranks[rank], operation="update", value=rank)
+    assert answer(ranks[0])["joining"] == []
+    assert answer(ranks[1])["joining"] == []
+    pairs.send(new[2], operation="join", value=None)
+    for rank in (0, 1):
+        pairs.send(ranks[rank], operation="admit", value={"path": f"state_{rank}", "updates": 1})
+    assert answer(new[2]) == answer(new[3])
+    assert pairs.members.members == {0, 1, 2, 3}
+
+
+def test_the_others_of_a_lost_replica_are_killed_even_if_they_connect_later(pairs: Launcher) -> None:
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    try:
+        pairs.connect(1, pid=processes[0].pid)
+        pairs.connect(2, pid=processes[1].pid)
+        pairs.members.lost(0)
+        pairs.members.replace(0)
+        assert processes[0].wait(30) == -9
+        pairs.connect(1, pid=processes[2].pid)  # started with the first rank 0, which is gone
+        assert processes[2].wait(30) == -9
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -7,6 +7,8 @@
 - `membership`: the ranks' part of it, instead of a process group.
 - `collectives`: gather, reduce and broadcast over the living ranks.
 - `strategy`: average gradients over the ranks that contributed theirs.
+- `sharded_strategy`: the same for replicas of several ranks.
+- `shards`: the process group of such a replica, and its shards in messages.
 - `shared_epoch`: divide the samples of an epoch among the living ranks.
 - `loop`: let new processes join between batches, or save and end if too few ranks live.
 """
@@ -24,6 +26,12 @@ GUEST: Final = Guest(
     engines=(f"{__name__}.engine:FaultTolerantProcesses",),
     runs=(f"{__name__}:attach",),
     strategies=(
+        Candidate(
+            f"{__name__}.sharded_strategy",
+            "KeptShards",
+            lambda settings, world: world.members is not None and world.members.replica is not None,
+            is_instead_of_others=True,
+        ),
         Candidate(
             f"{__name__}.strategy",
             "KeptReplicas",

@@ -51,12 +51,17 @@ class RankConnections:
         folder: the members' folder.
         receive: called with a rank and its message.
         leave: called with a rank whose connection ended, if that process was still known.
+        is_current: called with a rank that connects and its replica's start; a process of an earlier start is killed.
     """
 
     def __init__(
-        self, folder: Path, receive: Callable[[int, dict[str, Any]], None], leave: Callable[[int], None]
+        self,
+        folder: Path,
+        receive: Callable[[int, dict[str, Any]], None],
+        leave: Callable[[int], None],
+        is_current: Callable[[int, int], bool],
     ) -> None:
-        self._receive, self._leave = receive, leave
+        self._receive, self._leave, self._is_current = receive, leave, is_current
         self._known: dict[int, _Connection] = {}
         self._unknown: list[_Connection] = []
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -132,6 +137,8 @@ class RankConnections:
             connection.rank, connection.pid = int(message["rank"]), int(message.get("pid", 0))
             self._unknown.remove(connection)
             self._known[connection.rank] = connection
+            if not self._is_current(connection.rank, int(message.get("start", 0))):  # its replica was lost meanwhile
+                self.kill(connection.rank)
         elif self._known.get(connection.rank) is connection:  # else its process has ended
             self._receive(connection.rank, message)
 
@@ -221,7 +228,7 @@ class HostLink:
             except OSError as error:
                 return self._end(str(error))
             if not data:
-                return self._end("the launcher there has ended")
+                return self._end("the launcher there has ended, or has heard nothing from here")
             self.heard_at = time.monotonic()
             self._take(memoryview(data))
 

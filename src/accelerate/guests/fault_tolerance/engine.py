@@ -34,6 +34,9 @@ _NUM_REPLACEMENTS: Final = "keep_replicas"
 _MINIMUM: Final = "min_replicas"
 _NUM_RESTARTS: Final = "max_restarts"
 _LOST_AFTER: Final = "lost_after_seconds"
+_REPLICA_SIZE: Final = "replica_size"
+#: Settings that are for kept replicas only.
+_NEEDS_REPLICAS: Final = ("launch.min_replicas", "replicas.lost_after_seconds")
 
 
 @final
@@ -45,7 +48,7 @@ class FaultTolerantProcesses(LaunchEngine):
 
     def suits(self, settings: Settings, host: Host) -> bool:
         """Return whether to replace lost ranks, or the minimum number of living ranks was given."""
-        return settings.launch.keep_replicas > 0 or settings.was_given("launch.min_replicas")
+        return settings.launch.keep_replicas > 0 or any(map(settings.was_given, _NEEDS_REPLICAS))
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """Plan the processes like `--launcher local`.
@@ -56,9 +59,10 @@ class FaultTolerantProcesses(LaunchEngine):
         """
         launch = settings.launch
         if not launch.keep_replicas:
+            given = next(filter(settings.was_given, _NEEDS_REPLICAS))
             raise SettingError(
-                f"{settings.quote('launch.min_replicas')} is for ranks that continue when others are lost. Give "
-                "--keep_replicas N as well, or leave it out."
+                f"{settings.quote(given)} is for ranks that continue when others are lost. Give --keep_replicas N as "
+                "well, or leave it out."
             )
         named = settings.cluster.launcher
         others = [engine for engine in engines() if engine is not self]
@@ -72,13 +76,14 @@ class FaultTolerantProcesses(LaunchEngine):
                 f"these settings start {chosen.name!r}. Give --num_processes of at least 2, without a rendezvous, or "
                 "leave --keep_replicas out."
             )
-        if launch.min_replicas > size:
-            raise SettingError(
-                f"{settings.quote('launch.min_replicas')} is more than the {size} processes of this launch, so too few "
-                "would live from the start. Give at most as many."
-            )
         options = settings.find(ReplicaOptions)
         plan = _plan_here(settings, program, host)
+        replica_size = _replica_size(settings, size, len(plan.ranks))
+        if launch.min_replicas > size // replica_size:
+            raise SettingError(
+                f"{settings.quote('launch.min_replicas')} is more than the {size // replica_size} replicas of this "
+                "launch, so too few would live from the start. Give at most as many."
+            )
         return replace(
             plan,
             engine=f"{self.name}: {len(plan.ranks)} processes on this host, which continue when one is lost",
@@ -87,6 +92,7 @@ class FaultTolerantProcesses(LaunchEngine):
                 _MINIMUM: launch.min_replicas,
                 _NUM_RESTARTS: launch.max_restarts,
                 _LOST_AFTER: 0 if options is None else options.lost_after_seconds,
+                _REPLICA_SIZE: replica_size,
             },
             survives_lost_ranks=True,
         )
@@ -143,19 +149,49 @@ def _plan_here(settings: Settings, program: Program, host: Host) -> LaunchPlan:
     )
 
 
+def _replica_size(settings: Settings, size: int, num_here: int) -> int:
+    """Return the number of ranks that hold a copy of the model together.
+
+    Raises:
+        SettingError: the model is sharded in another way than by FSDP 2 over the ranks of one machine.
+    """
+    axes, fsdp = settings.parallelism, settings.fsdp
+    if fsdp is None:
+        return 1
+    shards = 1 if axes is None else axes.dp_shard_size
+    others = [name for name in ("pp", "ep", "cp", "sp", "tp") if axes is not None and getattr(axes, f"{name}_size") > 1]
+    asked = f"{settings.quote('launch.keep_replicas')} with FSDP"
+    if fsdp.fsdp_version != 2:
+        raise SettingError(f"{asked} shards by version 2, and {settings.quote('fsdp.fsdp_version')}. Set it to 2.")
+    if others:
+        name = f"parallelism.{others[0]}_size"
+        raise SettingError(f"{asked} shards by FSDP alone, and {settings.quote(name)}. Leave that out.")
+    if shards < 2 or shards == size or num_here % shards:
+        raise SettingError(
+            f"{asked} keeps replicas of several ranks of one machine, so the {num_here} ranks of this one have to be a "
+            f"multiple of the ranks of a replica, and there have to be two replicas. Got dp_shard_size={shards} and "
+            f"{size} ranks. Give --use_parallelism_config, --parallelism_config_dp_shard_size (ranks of a replica) and "
+            "--parallelism_config_dp_replicate_size (replicas)."
+        )
+    return shards
+
+
 def _members_of(plan: LaunchPlan) -> ReplicaMembers | RemoteMembers:
     """Return the launcher's part of the run: the members themselves, or a connection with machine 0, which has them."""
-    num_replacements, minimum = (int(str(plan.engine_options[name])) for name in (_NUM_REPLACEMENTS, _MINIMUM))
+    options = (int(str(plan.engine_options[name])) for name in (_NUM_REPLACEMENTS, _MINIMUM, _REPLICA_SIZE))
+    num_replacements, minimum, replica_size = options
     lost_after_seconds, here = float(str(plan.engine_options[_LOST_AFTER])), plan.environment
     size, number, machine = (int(here[name]) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"))
     hosts = None
     if number > 1:
-        same = [size, number, minimum, *(Path(word).name for word in plan.argv[1:2])]
+        same = [size, number, minimum, replica_size, *(Path(word).name for word in plan.argv[1:2])]
         token = hashlib.sha256(json.dumps(same).encode()).hexdigest()
         hosts = Hosts(number, machine, size // number, here["MASTER_ADDR"], int(here["MASTER_PORT"]), token)
         if machine:
-            return RemoteMembers(hosts, size, num_replacements, minimum)
-    return ReplicaMembers(size, num_replacements, minimum, lost_after_seconds=lost_after_seconds, hosts=hosts)
+            return RemoteMembers(hosts, size, num_replacements, minimum, replica_size)
+    return ReplicaMembers(
+        size, num_replacements, minimum, replica_size, lost_after_seconds=lost_after_seconds, hosts=hosts
+    )
 
 
 @final
@@ -187,14 +223,16 @@ class _Losses(LossPolicy):
         if not may_go_on or not members.members or (members.ending and has_saved):
             return Loss(given_up=given_up)
         living, left = some_ranks(members.members), members.num_replacements - members.num_replaced
-        if members.ending:
+        started = members.replace(rank)
+        if started and left == members.num_replacements - members.num_replaced:
+            outlook = "its replica is started again."
+        elif members.ending:
             outlook = f"{members.ending}: the run saves and ends."
         elif left:
             outlook = f"the run continues with {living}. A new process takes its place ({left - 1} more may)."
         else:
             outlook = f"the run continues with {living}. No more processes may take its place."
-        joins = self.environment(plan) | {REPLICA_JOINS_VARIABLE: "1"} if members.replace() else None
-        return Loss(True, outlook, joins, given_up)
+        return Loss(True, outlook, None if started is None else self.environment(plan) | started, given_up)
 
     def missed(self, well: Collection[int]) -> str:
         """Wait for the ranks of other hosts, and return a note that the main process was lost, if it was."""

@@ -30,6 +30,10 @@ REPLICAS_FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
 REPLICA_JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
 #: The minimum number of living members; with fewer, they save and end.
 REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
+#: The number of ranks that hold a copy of the model together.
+REPLICA_SIZE_VARIABLE: Final = "ACCELERATE_REPLICA_SIZE"
+#: How often the ranks of this replica were started before.
+REPLICA_START_VARIABLE: Final = "ACCELERATE_REPLICA_START"
 #: Launchers that hear nothing from each other for so long have lost each other; each sends something every second.
 SILENCE_SECONDS: Final = 7.0
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
@@ -37,8 +41,14 @@ _LONGEST_SOCKET_PATH: Final = 100
 #: The free bytes in shared memory from which on ranks exchange gradients there, instead of in temporary files.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
-#: Operations in which ranks wait for one that prepares or saves, for as long as that takes.
-_WITHOUT_LIMIT: Final = ("members", "prepare", "save_state")
+#: What a rank sends before it saves for all, which takes as long as it takes.
+BUSY: Final = "busy"
+#: Operations at the start, before which ranks may load for as long as that takes.
+_WITHOUT_LIMIT: Final = ("members", "prepare")
+_ALIKE: Final = (
+    "All ranks make the same calls in the same order. Look for a `break`, `continue` or `return` that only some ranks "
+    "reach."
+)
 _UNEVEN: Final = (
     "update: the script counts something that a process in the place of a lost one counts from 0. Begin its loop with "
     "`for epoch in range(loader.iteration, ...)`, and count steps in an object that is registered for checkpointing."
@@ -70,8 +80,9 @@ class LauncherMembers(ABC):
 
     Args:
         size: the number of ranks at the start, on all hosts; all of them are members.
-        num_replacements: the maximum number of this host's lost ranks to replace by new processes.
-        minimum: with fewer members, the members save and end.
+        num_replacements: the maximum number of this host's lost replicas to replace by new processes.
+        minimum: with fewer replicas, the members save and end.
+        replica_size: the number of ranks that hold a copy of the model together, and are lost together.
 
     Attributes:
         members: the living ranks, as far as this launcher knows. ending: why all members have to save and end; empty
@@ -81,8 +92,11 @@ class LauncherMembers(ABC):
 
     joins: bool = False
 
-    def __init__(self, size: int, num_replacements: int, minimum: int = 1) -> None:
+    def __init__(self, size: int, num_replacements: int, minimum: int = 1, replica_size: int = 1) -> None:
         self.size: int = size
+        self.replica_size: int = replica_size
+        self._starts: dict[int, int] = {}  # of each replica and, by rank, of its newest process
+        self._started: dict[int, int] = {}
         self.num_replacements: int = num_replacements
         self.num_replaced: int = 0
         self.minimum: int = minimum
@@ -92,7 +106,7 @@ class LauncherMembers(ABC):
         self.folder: Path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
         if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(REPLICAS_SOCKET_NAME):
             raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
-        self._ranks = RankConnections(self.folder, self._receive, self._leave)
+        self._ranks = RankConnections(self.folder, self._receive, self._leave, self._is_current)
         if self.folder.parent == _MEMORY_FOLDER:
             remove_left_folders(_MEMORY_FOLDER)
         self._clock: Clock | None = None
@@ -100,7 +114,8 @@ class LauncherMembers(ABC):
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables with which ranks find the members and know the minimum."""
-        return {REPLICAS_FOLDER_VARIABLE: str(self.folder), REPLICAS_MINIMUM_VARIABLE: str(self.minimum)}
+        own = {REPLICAS_FOLDER_VARIABLE: str(self.folder), REPLICAS_MINIMUM_VARIABLE: str(self.minimum)}
+        return own | {REPLICA_SIZE_VARIABLE: str(self.replica_size)}
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Let ``selector`` call this object's functions, which are the data of its keys."""
@@ -115,12 +130,32 @@ class LauncherMembers(ABC):
             self._clock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def replace(self) -> bool:
-        """Return whether a lost rank gets a new process, and count the replacement."""
-        if not self.members or self.ending or self.num_replaced >= self.num_replacements:
-            return False
-        self.num_replaced += 1
-        return True
+    def replace(self, rank: int) -> dict[str, str] | None:
+        """Return the variables of a new process for a lost rank, and count its replica's replacement; or None."""
+        replica = rank // self.replica_size
+        if self._started.get(rank, 0) == self._starts.get(replica, 0):  # the first of its replica that is replaced
+            if not self.members or self.ending or self.num_replaced >= self.num_replacements:
+                return None
+            self.num_replaced += 1
+            self._starts[replica] = self._starts.get(replica, 0) + 1
+        self._started[rank] = self._starts[replica]
+        return {REPLICA_JOINS_VARIABLE: "1", REPLICA_START_VARIABLE: str(self._started[rank])}
+
+    def replica_of(self, rank: int) -> range:
+        """Return the ranks of the replica to which ``rank`` belongs."""
+        first = rank - rank % self.replica_size
+        return range(first, first + self.replica_size)
+
+    def _is_current(self, rank: int, start: int) -> bool:
+        """Return whether a process of ``rank`` that connects belongs to the newest start of its replica."""
+        return start >= self._starts.get(rank // self.replica_size, 0)
+
+    def _end_replica(self, rank: int) -> None:
+        """Kill the other ranks of this host that hold a copy of the model together with the lost ``rank``."""
+        for other in self.replica_of(rank):
+            if other != rank:
+                self._ranks.kill(other)
+                self._ranks.forget(other)
 
     def wait_for_hosts(self) -> None:
         """Wait until the ranks of the other hosts have ended, if they need this launcher."""
@@ -161,13 +196,15 @@ class ReplicaMembers(LauncherMembers):
         size: int,
         num_replacements: int,
         minimum: int = 1,
+        replica_size: int = 1,
         *,
         lost_after_seconds: float = 0,
         hosts: Hosts | None = None,
     ) -> None:
-        super().__init__(size, num_replacements, minimum)
+        super().__init__(size, num_replacements, minimum, replica_size)
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._arrived_at = 0.0
+        self._busy: set[int] = set()
         self._waiting: set[int] = set()
         self._starters = set(range(size))  # ranks whose process was started at the beginning
         self._ended: set[int] = set()  # the ones of these that have finished
@@ -207,7 +244,14 @@ class ReplicaMembers(LauncherMembers):
         if message["operation"] == "join":
             if not self.ending:
                 self._waiting.add(rank)
+                self._arrived_at = time.monotonic()
             return
+        if rank not in self.members:  # its replica was lost before this arrived
+            return
+        if message["operation"] == BUSY:
+            self._busy.add(rank)
+            return
+        self._busy.discard(rank)
         if notice := message.get("notice"):
             self.is_preempted = True
             self._end(f"preempted by {notice}")
@@ -224,9 +268,12 @@ class ReplicaMembers(LauncherMembers):
             self._starters.discard(rank)
         elif rank in self._starters:
             self._ended.add(rank)
-        self.members.discard(rank)
-        self._waiting.discard(rank)
-        if has_failed and len(self.members) < self.minimum:
+        gone = self.replica_of(rank) if has_failed else (rank,)
+        self.members.difference_update(gone)
+        self._waiting.difference_update(gone)
+        if has_failed:
+            self._end_replica(rank)
+        if has_failed and len(self.members) < self.minimum * self.replica_size:
             living = f"{'only ' if self.members else ''}{some_ranks(self.members)} of {self.size}"
             lives = by_number(self.members, "lives", "live")
             self._end(f"{living} {lives}, fewer than --min_replicas {self.minimum}")
@@ -242,21 +289,25 @@ class ReplicaMembers(LauncherMembers):
         """Answer the running exchange once every living member has sent its value."""
         if not self._arrived or not self.members or not self.members <= self._arrived.keys():
             return
-        arrived, self._arrived = self._arrived, {}
+        arrived, self._arrived, self._arrived_at = self._arrived, {}, time.monotonic()
         operations = {operation for operation, _ in arrived.values()}
         if len(operations) > 1:
             named = "; ".join(f"rank {rank} is in {operation}" for rank, (operation, _) in sorted(arrived.items()))
-            self._answer(self.members, {"error": f"The ranks wait for each other in different operations: {named}."})
+            self._answer(
+                self.members, {"error": f"The ranks wait for each other in different operations: {named}. {_ALIKE}"}
+            )
             return
         if operations == {"update"} and self._ended:
             ended = f"{some_ranks(self._ended)} came to the end"
             others = f"{some_ranks(arrived)} {by_number(arrived, 'makes', 'make')} one more {_UNEVEN}"
             self._answer(self.members, {"error": f"{ended}, and {others}"})
             return
-        values = {rank: value for rank, (_, value) in arrived.items()}
+        # Of a lost replica, what all of its ranks have sent counts.
+        whole = {rank for rank in arrived if rank in self.members or arrived.keys() >= {*self.replica_of(rank)}}
+        values = {rank: value for rank, (_, value) in arrived.items() if rank in whole}
         answered = set(self.members)
         if operations == {"admit"} and any(given["path"] for given in values.values()):
-            joined = set(self._waiting)
+            joined = set(self._joining())
             self.members |= joined
             self._waiting -= joined
             updates = next(given["updates"] for given in values.values())
@@ -265,8 +316,12 @@ class ReplicaMembers(LauncherMembers):
         self._answer(answered, self._reply(values))
 
     def _reply(self, values: dict[int, Any]) -> dict[str, Any]:
-        members, joining = sorted(self.members), sorted(self._waiting)
+        members, joining = sorted(self.members), self._joining()
         return {"values": values, "members": members, "joining": joining, "ending": self.ending}
+
+    def _joining(self) -> list[int]:
+        """Return the waiting ranks of replicas of which all ranks wait."""
+        return sorted(rank for rank in self._waiting if self._waiting >= {*self.replica_of(rank)})
 
     def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
         for rank in ranks:
@@ -285,8 +340,9 @@ class ReplicaMembers(LauncherMembers):
             link.run()  # this launcher may not have read for a while either
             if link in self._links and now - link.heard_at > SILENCE_SECONDS:
                 self._lose_host(link, f"nothing was heard from it for {SILENCE_SECONDS:.0f} s")
-        late = self.members - self._arrived.keys()
+        late = self.members - self._arrived.keys() - self._busy
         operations = {operation for operation, _ in self._arrived.values()}
+        operations = operations or ({"the beginning of their loop"} if self._joining() else operations)
         is_limited = self._lost_after_seconds and operations and operations.isdisjoint(_WITHOUT_LIMIT)
         if is_limited and late and now - self._arrived_at > self._lost_after_seconds:
             self._arrived_at = now

@@ -35,6 +35,7 @@ def join_replicas(run: Accelerator) -> LoopHook:
             f"Where fewer than --min_replicas {membership.minimum} live, the ranks save and end, but the run has no "
             "folder. Give Accelerator(project_dir=...) and let the script call `accelerator.resume()` before its loop."
         )
+    membership.count_steps = lambda: sum(int(optimizer.num_updates) for optimizer in run._optimizers)
     return _KeptRun(run, membership)
 
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
@@ -25,10 +25,22 @@ from ...seams import Members, NoticeSource
 from ...settings.env import read
 from ...settings.preemption import PREEMPTED_EXIT_CODE
 from .connections import REPLICAS_SOCKET_NAME
-from .launcher_members import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE
+from .launcher_members import (
+    BUSY,
+    REPLICA_JOINS_VARIABLE,
+    REPLICA_SIZE_VARIABLE,
+    REPLICA_START_VARIABLE,
+    REPLICAS_FOLDER_VARIABLE,
+    REPLICAS_MINIMUM_VARIABLE,
+)
+from .shards import form_replica, with_mesh, without_meshes
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DataLoader
+
+    from ...devices.table import DeviceKind
+    from ...distributed.environment import ProcessIdentity
 
 Made = TypeVar("Made")
 
@@ -60,16 +72,30 @@ class Membership(Members):
     Args:
         folder: the launcher's folder.
         joins: this process replaces a lost one; it becomes a member once it has a member's state.
-        minimum: with fewer living members, the members save and end.
+        minimum: with fewer living replicas, the members save and end.
         has_hosts: members are on several hosts; objects of others are read without what a pickle could call.
+        replica_size: the number of ranks that hold a copy of the model together, and are lost together.
+        start: how often the ranks of this replica were started before.
     """
 
-    def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1, has_hosts: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        joins: bool,
+        minimum: int = 1,
+        has_hosts: bool = False,
+        replica_size: int = 1,
+        start: int = 0,
+    ) -> None:
         self.folder: Path = folder
         self.rank: int = rank
         self.is_joining: bool = joins
         self.minimum: int = minimum
         self._has_hosts = has_hosts
+        self.replica_size: int = replica_size
+        self.mesh: DeviceMesh | None = None  # of a sharded model's DTensors
         #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
@@ -79,6 +105,7 @@ class Membership(Members):
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0
+        self.count_steps: Callable[[], int] = lambda: 0  # the optimizers' steps, which the loop's hook counts
         self._mapped: dict[Path, torch.Tensor] = {}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -89,7 +116,7 @@ class Membership(Members):
                 "`accelerate launch --keep_replicas N`, which sets the variable, or unset it."
             ) from error
         self._answers = self._connection.makefile("rb")
-        self._send({"rank": rank, "joins": joins, "pid": os.getpid()})
+        self._send({"rank": rank, "joins": joins, "pid": os.getpid(), "start": start})
 
     @property
     def is_behind(self) -> bool:
@@ -143,12 +170,14 @@ class Membership(Members):
         def attempt() -> dict[str, str]:
             try:
                 return {"address": save()}
+            except CheckpointError as error:
+                return {"error": str(error)}
             except Exception as error:  # whatever it is, all members raise it
-                return {"error": f"{type(error).__name__}: {error}"}
+                return {"error": f"can't save: {type(error).__name__}: {error}"}
 
         found, _ = self.made_by_lowest("save_state", attempt)
         if "error" in found:
-            raise CheckpointError(f"can't save: {found['error']}")
+            raise CheckpointError(found["error"])
         self.last_saved = found["address"]
         return found["address"]
 
@@ -168,6 +197,15 @@ class Membership(Members):
             self.notices = start_notices()
 
     # -- exchanges -----------------------------------------------------------------------------------------
+
+    def counterparts(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of ``ranks`` that hold the same part of the model, in order."""
+        return sorted(rank for rank in ranks if (rank - self.rank) % self.replica_size == 0)
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether this rank belongs to the lowest living replica."""
+        return self.rank // self.replica_size == min(self.members) // self.replica_size
 
     def exchange(self, operation: str, value: object = None, file: str | None = None) -> Answer:
         """Send ``value`` to all members, and return all members' values; before this process joins, only its own.
@@ -205,25 +243,29 @@ class Membership(Members):
         return answer
 
     def made_by_lowest(self, operation: str, make: Callable[[], Made], *, is_file: bool = False) -> tuple[Made, bool]:
-        """Call ``make()`` on the lowest member only; return its value, and whether this rank is that member.
+        """Call ``make()`` on the lowest replica only; return its value, and whether this rank belongs to it.
 
-        If it dies before it has sent the value (JSON, not None), the next member calls ``make``.
+        If it is lost before it has sent the value (JSON, not None), the next replica calls ``make``. Of a replica of
+        several ranks, each calls it, and its counterparts get its value.
 
         Args:
             is_file: the value is the name of a file in the folder.
         """
         while True:
-            lowest = min(self.members or self.exchange("members").members)
-            own = make() if self.rank == lowest else None
+            if not self.members:
+                self.exchange("members")
+            if self.is_lowest and not self.is_joining:
+                self._send({"operation": BUSY, "value": operation})
+            own = make() if self.is_lowest else None
             values = self.exchange(operation, own, str(own) if is_file and own is not None else None).values
-            given = [value for value in values.values() if value is not None]
+            given = [values[rank] for rank in self.counterparts(values) if values[rank] is not None]
             if given:
                 return given[0], own is not None
 
     # -- sums ----------------------------------------------------------------------------------------------
 
     def add_up(self, flat: torch.Tensor, value: object) -> tuple[torch.Tensor, Mapping[int, Any]]:
-        """Return the sum of all members' ``flat`` tensors in the order of ranks, and the other value each sent.
+        """Return the sum of all counterparts' ``flat`` tensors in the order of ranks, and the value each member sent.
 
         The sum is bit for bit the same on all members. It omits a member that dies before it has sent its tensor, and
         includes one that dies later. Two buffers alternate: a member that sends a tensor has read the one before the
@@ -234,14 +276,15 @@ class Membership(Members):
         self._buffer(self.rank, turn, flat).copy_(flat)
         given = {"turn": turn, "size": flat.numel(), "value": value}
         values = self.exchange("update", given, _buffer_name(self.rank, turn, flat)).values
-        sizes = {rank: given["size"] for rank, given in sorted(values.items())}
+        same = self.counterparts(values)
+        sizes = {rank: values[rank]["size"] for rank in same}
         if len(set(sizes.values())) > 1:
             raise CollectiveError(
                 f"The ranks have gradients of different sizes: {sizes} (rank: numbers). Prepare the same models on all "
                 "ranks, and freeze the same parameters at the same step."
             )
         total = torch.zeros_like(flat, device="cpu")
-        for rank in sorted(values):
+        for rank in same:
             total += self._buffer(rank, values[rank]["turn"], flat)
         return total, {rank: given["value"] for rank, given in values.items()}
 
@@ -284,12 +327,13 @@ class Membership(Members):
         self._send({"operation": "join", "value": None})
         answer = self._receive()
         self.is_joining, self._num_updates = False, answer.values[-1]
-        return self._load(next(value for rank, value in sorted(answer.values.items()) if rank >= 0 and value))
+        given = (answer.values[rank] for rank in self.counterparts(answer.values) if rank >= 0)
+        return self._load(next(value for value in given if value))
 
     def admit(self, make: Callable[[], object]) -> None:
         """Let the waiting processes join, with the state of the lowest member."""
         while self.joining:
-            name = self._write(make()) if self.rank == min(self.members) else None
+            name = self._write(make()) if self.is_lowest else None
             answer = self.exchange("admit", {"path": name, "updates": self._num_updates}, name)
             if any(given["path"] for given in answer.values.values()):
                 return
@@ -299,7 +343,7 @@ class Membership(Members):
         self._num_states += 1
         path = self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states}"
         try:
-            torch.save(state, path)
+            torch.save(without_meshes(state), path)
         except (OSError, RuntimeError) as error:
             path.unlink(missing_ok=True)
             raise CollectiveError(
@@ -311,25 +355,43 @@ class Membership(Members):
     def _load(self, name: str) -> Any:
         # Registered objects may hold anything. Only this user can write into the folder, unless there are other hosts.
         try:
-            return torch.load(self.folder / name, weights_only=self._has_hosts, map_location="cpu")
+            state = torch.load(self.folder / name, weights_only=self._has_hosts, map_location="cpu")
         except pickle.UnpicklingError as error:
             raise CollectiveError(
                 f"members on several machines exchange only tensors, numbers, text and containers of these: {error}"
             ) from error
+        return with_mesh(state, self.mesh)
 
 
-def join(rank: int) -> Membership:
-    """Return the membership of ``rank``, according to the launcher's environment variables."""
-    minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
-    joins = bool(read(REPLICA_JOINS_VARIABLE))
-    folder, has_hosts = Path(read(REPLICAS_FOLDER_VARIABLE) or ""), int(read("GROUP_WORLD_SIZE") or 1) > 1
-    return Membership(folder, rank, joins=joins, minimum=minimum, has_hosts=has_hosts)
+def join(identity: ProcessIdentity, device: torch.device, kind: DeviceKind) -> Membership:
+    """Return the membership of this process, according to the launcher's environment variables.
+
+    The ranks that hold a copy of the model together form a process group.
+    """
+    size, start = (int(read(name) or default) for name, default in _OF_REPLICA.items())
+    folder = Path(read(REPLICAS_FOLDER_VARIABLE) or "")
+    members = Membership(
+        folder,
+        identity.rank,
+        joins=bool(read(REPLICA_JOINS_VARIABLE)),
+        minimum=int(read(REPLICAS_MINIMUM_VARIABLE) or 1),
+        has_hosts=int(read("GROUP_WORLD_SIZE") or 1) > 1,
+        replica_size=size,
+        start=start,
+    )
+    if size > 1:
+        members.replica = form_replica(
+            identity, size, folder / f"replica_{identity.rank // size}_{start}", device, kind
+        )
+    return members
 
 
 def _buffer_name(rank: int, turn: int, like: torch.Tensor) -> str:
     return f"gradients_{rank}_{turn}_{like.numel()}"  # parameters may be frozen on the way
 
 
+#: The variables of a replica of several ranks, with their defaults.
+_OF_REPLICA: Final = {REPLICA_SIZE_VARIABLE: 1, REPLICA_START_VARIABLE: 0}
 _ROOM: Final = "Give /dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."
 _LAUNCHER_ENDED: Final = (
     "The launcher, which keeps the members of this run, has ended: no rank can continue. Start the run again with "

@@ -31,8 +31,8 @@ class RemoteMembers(LauncherMembers):
         LaunchError: no launcher answers for machine 0, or it refuses this one.
     """
 
-    def __init__(self, hosts: Hosts, size: int, num_replacements: int, minimum: int = 1) -> None:
-        super().__init__(size, num_replacements, minimum)
+    def __init__(self, hosts: Hosts, size: int, num_replacements: int, minimum: int = 1, replica_size: int = 1) -> None:
+        super().__init__(size, num_replacements, minimum, replica_size)
         self._hosts = hosts
         self.is_cut_off: bool = False
         try:
@@ -81,6 +81,8 @@ class RemoteMembers(LauncherMembers):
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
         self.members.discard(rank)
+        if has_failed:
+            self._end_replica(rank)
         self._ranks.forget(rank)
         self._remove_old_states(rank)
         self._link.send({"rank": rank, "failed": has_failed})
@@ -119,8 +121,8 @@ class RemoteMembers(LauncherMembers):
         self.members.clear()
         say(
             f"machine {self._hosts.machine} has lost machine 0, which keeps the members of the run ({why}). "
-            f"{some_ranks(self._hosts.ranks(self._hosts.machine))} can't continue and end. Start the same command "
-            "again to join the run, or let --max_restarts do it."
+            f"{some_ranks(self._hosts.ranks(self._hosts.machine))} can't continue, and this launcher ends them by "
+            "SIGKILL. Start the same command again to join the run, or let --max_restarts do it."
         )
         self._ranks.kill_all()
         self._ranks.close()

@@ -6,7 +6,7 @@ import random
 import sys
 import zlib
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -166,14 +166,21 @@ class SharedLoader(PreparedLoader):
     def iteration(self, value: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.progress.epoch = value
 
-    def commit(self, contributors: Iterable[int], checksums: Iterable[int]) -> None:
-        """Record an update; the ``checksums`` of all ranks' sample orders are compared.
+    def commit(self, contributors: Iterable[int], positions: Collection[tuple[int, int]]) -> None:
+        """Record an update, after comparing the ``positions`` of all ranks: the order's checksum, and the samples left.
 
         Raises:
-            CollectiveError: ranks have different sample orders.
+            CollectiveError: ranks have different sample orders, or have taken different numbers of samples.
         """
         self.is_trained = True
-        if set(checksums) != {self.epoch_shared.checksum}:
+        num_left = [left for _, left in positions]
+        if len(set(num_left)) > 1:
+            raise CollectiveError(
+                f"The ranks have different numbers of samples left in this epoch: {num_left}. A rank has read a batch "
+                "without `accelerator.backward()`, or its dataset has another length. Call backward for each batch, "
+                "with `0 * loss` for one that must not count."
+            )
+        if {checksum for checksum, _ in positions} != {self.epoch_shared.checksum}:
             raise CollectiveError(
                 "The ranks draw different orders of the samples, so some would be read twice and others never. Let the "
                 "sampler draw from torch's, NumPy's or Python's random numbers, or give Accelerator a data_seed."
@@ -260,7 +267,9 @@ class SharedLoader(PreparedLoader):
         while epoch.has_step(membership.members):
             members, num_returns = membership.members, epoch.num_returns
             sampler = _Shares(epoch.copy(), members, membership.rank)
-            for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler):
+            # Not from the global stream: a resumed run, or one that lost ranks, begins the rest of an epoch once more.
+            own = torch.Generator().manual_seed(zlib.crc32(repr(membership.rank).encode(), epoch.checksum))
+            for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler, generator=own):
                 indices, self.num_own_samples = own_share(epoch.draw(members), membership.rank)
                 num_steps += 1
                 is_last = not epoch.has_step(members)
@@ -281,7 +290,7 @@ class SharedLoader(PreparedLoader):
             seed = self.data_seed + self.progress.epoch
         else:
             own = int(torch.empty((), dtype=torch.int64).random_())
-            seeds = self.membership.exchange("order", own).values
+            seeds = self.membership.exchange("the beginning of an epoch", own).values
             seed = seeds[min(seeds)]
         with _streams_from(seed, sampler):
             return [int(index) for index in sampler]

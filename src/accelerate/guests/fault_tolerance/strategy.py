@@ -5,69 +5,66 @@ As in torchft, the update in which a replica is lost misses its samples; the run
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, Final, final
 
 import torch
 
 from ...distributed.world import World
-from ...errors import PreparationError
+from ...errors import CollectiveError, PreparationError
 from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
+from .shards import local_values
 from .shared_epoch import SharedLoader
 
 #: The groups of settings that select another strategy; the plugins have the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
 
 
-@final
-class KeptReplicas(Strategy):
-    """One replica per process; gradients are averaged over the samples of the ranks that contributed."""
+class Kept(Strategy, ABC):
+    """A strategy that averages gradients over the samples of all replicas with a contribution."""
 
     one_backward = "under --keep_replicas the ranks add up their gradients in the last backward of an update"
     divides_by_weights = True
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
-        super().__init__(world, options)
-        asked = [name for name in _REFUSED if options.plugins.has(name)]
-        asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
-        if asked:
-            raise PreparationError(
-                f"{', '.join(asked)} under `accelerate launch --keep_replicas`: only plain replicas survive the loss "
-                "of a rank. Leave that out, or --keep_replicas."
-            )
         assert isinstance(world.members, Membership), "chosen only then"
         self._membership: Membership = world.members
+        super().__init__(world.members.replica or world, options)
         self._trained: list[torch.nn.Module] = []
         self._weight = 0.0  # samples of the open window, or the weights that the script gave
         self._is_weighted: bool | None = None  # whether the open window has such weights
         self._step_calls = -1  # at the last sum of gradients
+        self._is_averaged = False  # whether the gradients are those of all replicas
 
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType(self.world.kind.label)
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the hook that refuses a step with the gradients of this rank alone."""
+        super().register_step_hooks(optimizer)
 
-    def check(self, arguments: PreparedArguments) -> None:
-        """Raise if a model can't be replicated."""
-        super().check(arguments)
-        for argument in arguments.of(Role.MODEL):
-            refuse_device_map(argument.current)
+        def require_average(stepped: torch.optim.Optimizer, *_: object) -> None:
+            grads = (p.grad for group in stepped.param_groups for p in group["params"])
+            if not self._is_averaged and any(grad is not None for grad in grads):
+                raise PreparationError(
+                    "optimizer.step() under `accelerate launch --keep_replicas`, with gradients of this rank alone: "
+                    "`loss.backward()` doesn't average them. Call `accelerator.backward(loss)` in its place."
+                )
+
+        optimizer.register_step_pre_hook(require_average)
 
     def release(self) -> None:
         """Drop all references to prepared models."""
         super().release()
         self._trained.clear()
 
-    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return ``model`` with the values of the lowest member."""
+    def _begin(self, model: torch.nn.Module) -> None:
+        """Train ``model`` with the values of the lowest member."""
         self._trained.append(model)
         if not self._membership.is_behind:
             state = self._membership.share_state("prepare", model.state_dict)
             if state is not None:
                 model.load_state_dict(state)
-        return model
 
     def backward(
         self,
@@ -105,46 +102,105 @@ class KeptReplicas(Strategy):
         num_samples = 1 if shared is None else shared.num_own_samples
         items = num_samples if weight is None else float(weight) * bool(num_samples)
         loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
-        (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
+        self._is_averaged = False
+        super().backward(loss, scaler, **kwargs)
         self._weight, self._is_weighted = self._weight + items, weight is not None
         if shared is not None:
             shared.has_backward = True
         if not state.sync_gradients:
             return
-        checksum = 0 if shared is None else shared.epoch_shared.checksum
-        contributions = self._average([self._weight, checksum], has_scaler=scaler is not None)
+        position = [0, 0] if shared is None else [shared.epoch_shared.checksum, shared.epoch_shared.num_left]
+        contribution = [self._weight, self._membership.count_steps(), *position]
+        contributions = self._average(contribution, has_scaler=scaler is not None)
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
+        self._is_averaged = True
+        steps = {rank: int(given[1]) for rank, given in sorted(contributions.items())}
+        if len(set(steps.values())) > 1:
+            raise CollectiveError(
+                f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
+                "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
+            )
         if shared is not None:
-            shared.commit(contributions, [int(given[1]) for given in contributions.values()])
+            shared.commit(contributions, [(int(given[2]), int(given[3])) for given in contributions.values()])
 
     def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
         """Average the gradients over the samples of all contributors; return their contributions."""
         parameters = [p for model in self._trained for p in model.parameters() if p.requires_grad]
+        values_of = [local_values(parameter) for parameter in parameters]
         buffers = [b for model in self._trained for b in model.buffers() if b.is_floating_point()]
         is_wide = any(tensor.dtype == torch.float64 for tensor in (*parameters, *buffers))
         dtype = torch.float64 if is_wide else torch.float32
         with torch.no_grad():
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            grads = [
+                torch.zeros_like(own) if parameter.grad is None else local_values(parameter.grad)
+                for own, parameter in zip(values_of, parameters, strict=True)
+            ]
             used = torch.tensor([p.grad is not None for p in parameters], dtype=dtype)
             pieces = [torch.cat([grad.reshape(-1).to("cpu", dtype) for grad in grads]), used]
             pieces += [buffer.reshape(-1).to("cpu", dtype) for buffer in buffers]
             flat = torch.cat(pieces)
             total, given = self._membership.add_up(flat, contribution)
-            weights = sum(weight for weight, _ in given.values())
-            start, num_values = 0, sum(p.numel() for p in parameters)
-            for parameter, is_used in zip(parameters, total[num_values : num_values + len(parameters)], strict=True):
-                values = total[start : start + parameter.numel()].view_as(parameter)
-                start += parameter.numel()
-                if not weights:  # no contributing rank had a sample: there is no update
+            # The ranks of a replica have averaged their gradients already.
+            weights = sum(weight for weight, *_ in given.values()) / self._membership.replica_size
+            start, num_values = 0, sum(own.numel() for own in values_of)
+            used = total[num_values : num_values + len(parameters)]
+            for parameter, own, is_used in zip(parameters, values_of, used, strict=True):
+                values = total[start : start + own.numel()].view_as(own)
+                start += own.numel()
+                if not weights and not has_scaler:  # no contributing rank had a sample: there is no update
+                    parameter.grad = None
+                elif is_used or not weights:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
                     # A scaler needs a gradient, and leaves out the update of an infinite one.
-                    parameter.grad = torch.full_like(parameter, torch.inf) if has_scaler else None
-                elif is_used:
-                    mean = (values / weights).to(parameter.device, parameter.dtype)
-                    parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+                    local_values(parameter.grad).copy_(values / weights if weights else torch.full_like(own, torch.inf))
             if buffers:  # as DDP does: those of the lowest rank
-                first = self._membership.piece_of(min(given), flat, num_values + len(parameters))
+                lowest = self._membership.counterparts(given)[0]
+                first = self._membership.piece_of(lowest, flat, num_values + len(parameters))
                 start = 0
                 for buffer in buffers:
                     buffer.copy_(first[start : start + buffer.numel()].view_as(buffer))
                     start += buffer.numel()
         return dict(given)
+
+
+@final
+class KeptReplicas(Kept):
+    """One replica per process."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        refuse(
+            options,
+            "only plain replicas survive the loss of a rank, and those that `accelerate launch --use_fsdp` shards",
+        )
+
+    @property
+    def label(self) -> DistributedType:
+        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType(self.world.kind.label)
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if a model can't be replicated."""
+        super().check(arguments)
+        for argument in arguments.of(Role.MODEL):
+            refuse_device_map(argument.current)
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model`` with the values of the lowest member."""
+        self._begin(model)
+        return model
+
+
+def refuse(options: StrategyOptions, why: str, *allowed: str) -> None:
+    """Raise if settings select a strategy that isn't ``allowed``.
+
+    Raises:
+        PreparationError: names them, and says ``why``.
+    """
+    asked = [name for name in _REFUSED if options.plugins.has(name) and name not in allowed]
+    asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
+    if asked:
+        raise PreparationError(
+            f"{', '.join(asked)} under `accelerate launch --keep_replicas`: {why}. Leave that out, or --keep_replicas."
+        )

@@ -1,0 +1,39 @@
+"""Replicas of several ranks that survive lost ranks: each shards its copy of the model with FSDP 2."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from ...distributed.mesh import Mesh
+from ...distributed.world import World
+from ...parallel.base import StrategyOptions
+from ...parallel.fsdp.fsdp2 import FullyShardStrategy
+from ...precision import Precision
+from .strategy import Kept, refuse
+
+
+@final
+class KeptShards(Kept, FullyShardStrategy):
+    """One replica for the ranks of a process group; a lost rank takes its replica along."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        refuse(options, "replicas that survive the loss of a rank are sharded by FSDP alone", "fsdp", "parallelism")
+        super().__init__(world, options)
+        self.retry = None
+        self._own_mesh = Mesh.of(self.world, dp_shard=self.world.size)  # of the replica; `mesh` is that of all ranks
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Shard ``model`` over the replica, with the values of the lowest member."""
+        mesh, self.mesh = self.mesh, self._own_mesh
+        try:
+            placed = super().place_model(model, precision, device_placement, evaluation_mode)
+        finally:
+            self.mesh = mesh
+        if not evaluation_mode:
+            self._membership.mesh = self.shard_mesh()
+            self._begin(placed)
+        return placed

@@ -1,0 +1,85 @@
+"""The ranks that hold a copy of the model together: their process group, and their shards without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ...distributed.rendezvous import form_group
+from ...distributed.store_client import Coordinator
+from ...distributed.world import DEFAULT_TIMEOUT, World, release_before_leaving
+from ...modules import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...devices.table import DeviceKind
+    from ...distributed.environment import ProcessIdentity
+
+#: The first item of what stands for a DTensor outside of its process group.
+_SHARD: Final = "accelerate.shard"
+
+
+def form_replica(identity: ProcessIdentity, size: int, path: Path, device: torch.device, kind: DeviceKind) -> World:
+    """Form the process group of the ``size`` ranks of this replica, which meet in a file; return their world."""
+    rank = identity.rank % size
+    own = replace(identity, rank=rank, size=size, local_rank=rank, local_size=size)
+    backend = str(kind.backend or "gloo")
+    binds = device if kind.binds_group else None
+    store = form_group(own, backend, init_method=f"file://{path}", device_id=binds)
+    coordinator = Coordinator(store, rank, size, DEFAULT_TIMEOUT)
+    release_before_leaving(lambda: coordinator.leave(*dist.distributed_c10d._world.pg_map))
+    return World(rank, size, rank, size, device, kind, backend, coordinator=coordinator)
+
+
+def without_meshes(state: Any) -> Any:
+    """Return ``state`` with this rank's shard, its layout and its whole shape in place of each DTensor."""
+
+    def packed(found: Any) -> object:
+        if not is_sharded(found):
+            return found
+        dims = [place.dim if place.is_shard() else -1 for place in found.placements]
+        return (_SHARD, found.to_local().detach(), dims, [*found.shape], [*found.stride()])
+
+    return _mapped(state, packed)
+
+
+def with_mesh(state: Any, mesh: DeviceMesh | None) -> Any:
+    """Return ``state`` with a DTensor on ``mesh`` in place of each shard of `without_meshes`."""
+
+    def unpacked(found: Any) -> object:
+        if not (isinstance(found, tuple) and found and isinstance(found[0], str) and found[0] == _SHARD):
+            return found
+        assert mesh is not None, "the strategy that shards has set it"
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        _, local, dims, shape, stride = found
+        places = [Replicate() if dim < 0 else Shard(dim) for dim in dims]
+        return DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+    return _mapped(state, unpacked)
+
+
+def _mapped(state: Any, change: Callable[[Any], object]) -> Any:
+    """Return ``state`` with ``change`` applied to what is no container; containers without changes are kept."""
+    changed = change(state)
+    if changed is not state:
+        return changed
+    if isinstance(state, Mapping):
+        found = {key: _mapped(value, change) for key, value in state.items()}
+        return state if all(found[key] is state[key] for key in found) else found
+    if type(state) in (list, tuple):
+        items = [_mapped(value, change) for value in state]
+        return state if all(map(lambda a, b: a is b, items, state)) else type(state)(items)
+    return state
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values of ``tensor``: its shard, or the tensor itself."""
+    sharded: Any = tensor
+    return sharded.to_local() if is_sharded(tensor) else tensor
