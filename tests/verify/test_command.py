@@ -103,7 +103,7 @@ def test_layouts_that_a_script_cannot_be_run_in_are_skipped_and_the_report_says_
     script = tmp_path / "train.py"
     script.write_text(PLAIN)
     assert main([str(script), "--num_steps", "2", "--report", str(tmp_path / "out.json")]) == 2
-    assert "skipped: the script is for one process" in capsys.readouterr().out
+    assert "skipped: the script, started as one process, makes no Accelerator" in capsys.readouterr().out
     report = json.loads((tmp_path / "out.json").read_text())
     assert {layout["state"] for layout in report["layouts"]} == {"skipped"} and report["updates"] == 2
 

@@ -164,6 +164,51 @@ def test_a_fault_of_an_evaluation_is_found(name: str, tmp_path: Path) -> None:
     assert place in text.splitlines()[finding.lines[0] - 1]
 
 
+#: Evaluates without a loader, and prints a sum over the loop; its batches leave samples over in windows of three.
+WITHOUT_LOADER: Final = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=3)
+torch.manual_seed(0)
+x = torch.randn(60, 4)
+y = x.sum(1, keepdim=True)
+model = nn.LSTM(4, 3, num_layers=2, dropout=0.5, proj_size=1)
+loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    model.train()
+    total = 0.0
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(inputs[None])[0][0], targets)
+            accelerator.backward(loss)
+            total += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        held_out = nn.functional.mse_loss(model(x[None].to(loss.dtype))[0][0], y.to(loss.dtype)).item()
+    accelerator.print(f"loss {total / len(loader):.4f}, held out {held_out:.4f}")
+"""
+
+
+@slow
+def test_an_evaluation_that_reads_no_loader_is_compared_too(tmp_path: Path) -> None:
+    proof, found = proof_of(tmp_path, WITHOUT_LOADER, "ranks2,parts2", 4)
+    assert [outcome.state for outcome in found.values()] == ["agrees"] * 2, as_text(proof)
+    text = changed(
+        ".item()\n    accelerator", ".item() / accelerator.gradient_accumulation_steps\n    accelerator", WITHOUT_LOADER
+    )
+    proof, found = proof_of(tmp_path, text, "parts2", 4)
+    finding = found["parts2"].finding
+    assert finding is not None and finding.code == "V17", as_text(proof)
+    assert "accelerator.print" in text.splitlines()[finding.lines[0] - 1]
+
+
 @slow
 def test_an_evaluation_between_updates_is_compared_too(tmp_path: Path) -> None:
     inner = "".join(f"        {line}\n" for line in EVALUATION.replace("epoch", "number").splitlines())

@@ -29,7 +29,9 @@ _MOST_READS: Final = 1000
 
 @final
 class EvaluationRecorder:
-    """A recorder of evaluations: of what a script shows between a batch that isn't trained on and the next backward.
+    """A recorder of evaluations: of what a script shows before the next backward.
+
+    An evaluation begins with a batch that isn't trained on, or with `eval()` of a trained model.
 
     Args:
         record: the record to add to.
@@ -52,6 +54,7 @@ class EvaluationRecorder:
         self._state = b""  # of the random numbers, at the last batch
         self._is_inside = False  # of a call that is recorded
         self._is_eval = False  # the last call of `train` or `eval` was `eval`
+        self._reads_loader = True  # the running evaluation has read a batch
         self._num_left = _MOST_READS
         self.is_awaited = False  # the last step is done
 
@@ -124,6 +127,15 @@ class EvaluationRecorder:
         return read
 
     def _note_evaluated(self, dataset: object) -> None:
+        if not self._reads_loader:
+            self._reads_loader, self._state = True, b""  # the loader has drawn its order since `eval()`
+        self._begin_or_go_on()
+        for number, each in enumerate(self._datasets):
+            if each is dataset and number not in self._record.evaluated:
+                self._record.evaluated.append(number)
+
+    def _begin_or_go_on(self) -> None:
+        """Begin an evaluation, or note whether the running one has drawn random numbers since the last call."""
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
         if self._running is None:
             self._running = Evaluation(self._record.num_steps)
@@ -131,15 +143,16 @@ class EvaluationRecorder:
         else:
             self._running.draws |= self._state not in (b"", state)
         self._state = state
-        for number, each in enumerate(self._datasets):
-            if each is dataset and number not in self._record.evaluated:
-                self._record.evaluated.append(number)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
     def _switching(self, train: Callable[..., object]) -> Callable[..., object]:
         def switched(module: torch.nn.Module, mode: bool = True) -> object:
             self._is_eval = not mode
+            is_trained = self._record.num_steps and any(p.requires_grad for p in module.parameters())
+            if is_trained and not mode and self._running is None:
+                self._reads_loader = False
+                self._begin_or_go_on()
             return train(module, mode)
 
         return switched
@@ -204,6 +217,8 @@ class EvaluationRecorder:
 
     def _add_numbers(self, name: str, line: int, numbers: list[list[float]]) -> None:
         if self._running is not None:
+            if not self._reads_loader:
+                self._begin_or_go_on()
             self._running.shown.setdefault(name, Shown(line)).numbers.extend(numbers)
 
 

@@ -46,7 +46,8 @@ CODES: Final = {
     "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
     "V15": "Ranks exchange gradients in each micro-batch, so accumulation saves no communication.",
     "V16": "An evaluation counts another number of rows: padding or copies are counted, or samples are left out.",
-    "V17": "A number that an evaluation gathers, logs or prints differs: it isn't that of all samples.",
+    "V17": "A number that an evaluation gathers, logs or prints differs: it isn't that of all samples. "
+    "After a resume, a state that it depends on isn't saved.",
     "V18": "The evaluation fails in this layout, or doesn't end.",
     "V19": "Values agree up to rounding, and their bits differ: a rank adds something of its own, or sums in another "
     "order.",

@@ -190,7 +190,7 @@ class _Prover:
     def _outcome(self, layout: Layout, first: Record) -> Outcome:
         why = layout.needs(first) or (accumulating(first) if self._same_bits else "")
         if not why and layout.ranks > 1 and not {"Accelerator", "group"} & set(first.uses):
-            why = "the script is for one process"
+            why = "the script, started as one process, makes no Accelerator and no process group"
         if not why and layout.ranks * layout.num_parts > 1 and first.draws and not self._same_bits:
             why = "the loop draws random numbers, and others for other parts of a batch"
         if why:

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ....accelerator import Accelerator
 from ....data_loader import PreparedLoader
@@ -60,6 +60,15 @@ def _leave_out_dropout() -> None:
         # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
         wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
     wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+    wrap(torch.nn.RNNBase, "__init__", _without_layer_dropout)  # its own, between layers
+
+
+def _without_layer_dropout(make: Callable[..., None]) -> Callable[..., None]:
+    def made(layers: torch.nn.RNNBase, *args: object, **kwargs: object) -> None:
+        make(layers, *args, **kwargs)
+        layers.dropout = 0.0
+
+    return made
 
 
 def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
@@ -82,19 +91,32 @@ def _with_full_batches(
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
-        is_given = is_of_script(caller())  # prepare() makes others from it, whose batches are divided already
+        is_given, num_used = (
+            is_of_script(caller()),
+            0,
+        )  # prepare() makes others from it, whose batches are divided already
         if is_given and batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
             own = conditions.num_shares if conditions.divides_itself else 1
             batch_size += -batch_size % (conditions.multiple // own)
             with contextlib.suppress(TypeError):  # a stream has no length
                 if len(dataset) >= batch_size and not evaluates:
-                    kwargs["drop_last"] = True
+                    kwargs["drop_last"], num_used = True, len(dataset) // batch_size * batch_size
             batch_size //= (1 if evaluates else conditions.num_parts) * conditions.num_shares // own
         if (conditions.keeps_tensors or conditions.evaluates) and len(args) < 4:  # samples are noted in this process
             kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
         make(loader, dataset, batch_size, *args, **kwargs)
+        if num_used:
+            _use_first(getattr(loader, "sampler", None), num_used)
 
     return made
+
+
+def _use_first(sampler: object, num_samples: int) -> None:
+    """Let a sampler give so many samples in a pass: divided batches would leave out others at its end."""
+    if type(sampler) is SequentialSampler:
+        sampler.data_source = range(num_samples)
+    elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        sampler._num_samples = num_samples
 
 
 def _in_updates(num_parts: int, length: Callable[[object], int]) -> Callable[[object], int]:
