@@ -115,8 +115,8 @@ def _use_first(sampler: object, num_samples: int) -> None:
     """Let a sampler give so many samples in a pass: divided batches would leave out others at its end."""
     if type(sampler) is SequentialSampler:
         sampler.data_source = range(num_samples)
-    elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
-        sampler._num_samples = num_samples
+    elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples > num_samples:
+        RandomSampler.__init__(sampler, sampler.data_source, num_samples=num_samples, generator=sampler.generator)
 
 
 def _in_updates(num_parts: int, length: Callable[[object], int]) -> Callable[[object], int]:
