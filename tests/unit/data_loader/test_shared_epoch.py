@@ -79,7 +79,7 @@ def loader() -> SharedLoader:
 def test_a_loader_goes_on_with_what_is_left_of_its_epoch() -> None:
     first, second = loader(), loader()
     for batch in first:
-        first.commit([0], [(first.epoch_shared.checksum, first.epoch_shared.num_left)])
+        first.commit({0: (first.epoch_shared.checksum, first.epoch_shared.num_left)})
         assert batch.tolist() == [0, 1]
         break
     second.load_state_dict(first.state_dict())
@@ -101,7 +101,7 @@ def test_checkpoints_of_other_runs_are_taken_between_two_epochs() -> None:
 def test_a_position_that_was_restored_is_given_on_before_a_pass_begins() -> None:
     first, second, third = loader(), loader(), loader()
     for _ in first:
-        first.commit([0], [(first.epoch_shared.checksum, first.epoch_shared.num_left)])
+        first.commit({0: (first.epoch_shared.checksum, first.epoch_shared.num_left)})
         break
     second.load_state_dict(first.state_dict())
     assert second.state_dict()["running"]["order"].tolist() == [2, 3, 4, 5]

@@ -6,7 +6,7 @@ import random
 import sys
 import zlib
 from array import array
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -166,26 +166,26 @@ class SharedLoader(PreparedLoader):
     def iteration(self, value: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.progress.epoch = value
 
-    def commit(self, contributors: Iterable[int], positions: Collection[tuple[int, int]]) -> None:
-        """Record an update, after comparing the ``positions`` of all ranks: the order's checksum, and the samples left.
+    def commit(self, positions: Mapping[int, tuple[int, int]]) -> None:
+        """Record an update, after comparing its ranks' positions: the order's checksum, and the samples left.
 
         Raises:
             CollectiveError: ranks have different sample orders, or have taken different numbers of samples.
         """
         self.is_trained = True
-        num_left = [left for _, left in positions]
-        if len(set(num_left)) > 1:
+        num_left = {rank: left for rank, (_, left) in positions.items()}
+        if len({*num_left.values()}) > 1:
             raise CollectiveError(
-                f"The ranks have different numbers of samples left in this epoch: {num_left}. A rank has read a batch "
+                f"The ranks have different numbers of samples left in this epoch: {num_left}. One has read a batch "
                 "without `accelerator.backward()`, or its dataset has another length. Call backward for each batch, "
                 "with `0 * loss` for one that must not count."
             )
-        if {checksum for checksum, _ in positions} != {self.epoch_shared.checksum}:
+        if {checksum for checksum, _ in positions.values()} != {self.epoch_shared.checksum}:
             raise CollectiveError(
                 "The ranks draw different orders of the samples, so some would be read twice and others never. Let the "
                 "sampler draw from torch's, NumPy's or Python's random numbers, or give Accelerator a data_seed."
             )
-        self.epoch_shared.commit(contributors)
+        self.epoch_shared.commit(positions)
 
     def shared_state(self, *, begins: bool) -> dict[str, Any]:
         """Return the position for a joining process; if a pass ``begins``, the previous one is over.

@@ -121,7 +121,7 @@ class Kept(Strategy, ABC):
                 "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
             )
         if shared is not None:
-            shared.commit(contributions, [(int(given[2]), int(given[3])) for given in contributions.values()])
+            shared.commit({rank: (int(given[2]), int(given[3])) for rank, given in sorted(contributions.items())})
 
     def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
         """Average the gradients over the samples of all contributors; return their contributions."""
