@@ -155,6 +155,8 @@ class Progress:
                 bool(state["_iterator_finished"]),
             )
         except (KeyError, TypeError, ValueError) as error:
+            if needs := state.get("needs"):
+                raise CheckpointError(f"The checkpoint is of a run under `{needs}`. Resume it like that.") from error
             raise CheckpointError(
                 f"load_state_dict: this isn't the state of a prepared loader ({error!r}); it has the keys "
                 f"{sorted(map(str, state))}. Pass what state_dict() of a prepared loader returned."

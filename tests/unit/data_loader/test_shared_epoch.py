@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, SequentialSampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from accelerate import Accelerator
 from accelerate.errors import CheckpointError, PreparationError
 from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch, SharedLoader, own_share
 from accelerate.training.accumulation import GradientState
@@ -105,6 +107,9 @@ def test_a_position_that_was_restored_is_given_on_before_a_pass_begins() -> None
         break
     second.load_state_dict(first.state_dict())
     assert second.state_dict()["running"]["order"].tolist() == [2, 3, 4, 5]
+    plain = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=2))
+    with pytest.raises(CheckpointError, match="under `accelerate launch --keep_replicas`"):
+        plain.load_state_dict(second.state_dict())
     third.restore_shared(second.shared_state(begins=True))
     assert [batch.tolist() for batch in third] == [batch.tolist() for batch in second] == [[2, 3], [4, 5]]
 

@@ -221,7 +221,7 @@ class SharedLoader(PreparedLoader):
 
     def position_state(self) -> dict[str, Any]:
         """Return the epoch and, during one, its remaining samples."""
-        return self.shared_state(begins=False)
+        return {**self.shared_state(begins=False), "needs": "accelerate launch --keep_replicas"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the position of ``state_dict``; raise like :meth:`check_state_dict`."""
