@@ -64,7 +64,7 @@ def test_an_error_of_the_one_that_saves_is_one_of_all() -> None:
     def fail() -> str:
         raise OSError("no space left")
 
-    for heard in (None, {"error": "OSError: no space left"}):
+    for heard in (None, {"error": "can't save: OSError: no space left"}):
         with pytest.raises(CheckpointError, match="can't save: OSError: no space left"):
             save(member(heard), fail)
 
