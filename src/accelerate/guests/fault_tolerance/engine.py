@@ -215,6 +215,8 @@ class _Losses(LossPolicy):
     def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:
         """Tell the other members that ``rank`` has ended, and return whether they continue."""
         members = self._members
+        if isinstance(members, RemoteMembers) and members.is_cut_off:
+            return Loss(True, "its launcher ended it.")
         was_member = rank in members.members
         members.lost(rank, has_failed=code != 0)
         given_up: set[int] = set()

@@ -10,7 +10,6 @@ import time
 from typing import Any, Final, final
 
 from ...errors import LaunchError
-from ...wording import some_ranks
 from .connections import Clock, HostLink
 from .launcher_members import SILENCE_SECONDS, Hosts, LauncherMembers, say
 
@@ -121,8 +120,8 @@ class RemoteMembers(LauncherMembers):
         self.members.clear()
         say(
             f"machine {self._hosts.machine} has lost machine 0, which keeps the members of the run ({why}). "
-            f"{some_ranks(self._hosts.ranks(self._hosts.machine))} can't continue, and this launcher ends them by "
-            "SIGKILL. Start the same command again to join the run, or let --max_restarts do it."
+            "No rank here can continue, so this launcher ends them. Start the same command again to join the run, or "
+            "let --max_restarts do it."
         )
         self._ranks.kill_all()
         self._ranks.close()
