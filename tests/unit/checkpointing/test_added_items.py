@@ -52,6 +52,10 @@ class RankOne:
     size = local_size = 2
     members = None
 
+    @property
+    def holders(self) -> RankOne:
+        return self
+
 
 def manifest_of(folder: Path) -> Manifest:
     manifest = read_manifest(folder)

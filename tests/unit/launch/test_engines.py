@@ -236,7 +236,7 @@ def test_a_named_engine_that_cant_do_the_rest_is_refused() -> None:
         ({"num_processes": 1, "max_restarts": 1, "keep_replicas": 1}, r"--keep_replicas 1.*at least 2"),
         (
             {"num_processes": 2, "keep_replicas": 1, "min_replicas": 3},
-            r"--min_replicas 3.* is more than the 2 processes",
+            r"--min_replicas 3.* is more than the 2 replicas",
         ),
         ({"num_processes": 2, "min_replicas": 2}, r"--min_replicas 2.*--keep_replicas N"),
     ],

@@ -18,6 +18,8 @@ from accelerate.guests.fault_tolerance.strategy import KeptReplicas
 class TwoMembers:
     """Gives the gradients of this rank twice, with the weights that a test chose."""
 
+    replica_size = 1
+
     def __init__(self, *weights: float) -> None:
         self.weights = weights
 
