@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROWS, WIDTH, DEPTH = 256, 256, 4
+ROWS, WIDTH, DEPTH = 512, 512, 4
 PERIOD_SECONDS = 0.02
 SLEEP_SECONDS = 0.001  # for each row, at full speed
 GOAL = 1.3
