@@ -239,6 +239,13 @@ def test_folders_of_killed_launchers_are_removed(request: pytest.FixtureRequest)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_process_in_the_place_of_one_that_was_lost_while_it_saved_is_not_busy(launcher: Launcher) -> None:
+    launcher.send(launcher.connect(1), operation="busy", value="save_state")
+    assert launcher.members._busy == {1}
+    launcher.members.lost(1)
+    assert not launcher.members._busy
+
+
 def test_of_a_lost_replica_what_all_of_its_ranks_gave_counts(pairs: Launcher) -> None:
     ranks = [pairs.connect(rank) for rank in range(4)]
     for rank in (0, 2, 3):

@@ -271,6 +271,7 @@ class ReplicaMembers(LauncherMembers):
         gone = self.replica_of(rank) if has_failed else (rank,)
         self.members.difference_update(gone)
         self._waiting.difference_update(gone)
+        self._busy.difference_update(gone)
         if has_failed:
             self._end_replica(rank)
         if has_failed and len(self.members) < self.minimum * self.replica_size:

@@ -254,7 +254,7 @@ class Membership(Members):
         while True:
             if not self.members:
                 self.exchange("members")
-            if self.is_lowest and not self.is_joining:
+            if self.is_lowest and not self.is_behind:
                 self._send({"operation": BUSY, "value": operation})
             own = make() if self.is_lowest else None
             values = self.exchange(operation, own, str(own) if is_file and own is not None else None).values

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 
 from ...distributed.mesh import Mesh
 from ...distributed.world import World
+from ...modules import is_sharded
 from ...parallel.base import StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...precision import Precision
@@ -37,3 +38,8 @@ class KeptShards(Kept, FullyShardStrategy):
             self._membership.mesh = self.shard_mesh()
             self._begin(placed)
         return placed
+
+    def _own_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard; a parameter that FSDP ignores is whole."""
+        sharded: Any = tensor
+        return sharded.to_local() if is_sharded(tensor) else tensor

@@ -77,9 +77,3 @@ def _mapped(state: Any, change: Callable[[Any], object]) -> Any:
         items = [_mapped(value, change) for value in state]
         return state if all(map(lambda a, b: a is b, items, state)) else type(state)(items)
     return state
-
-
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values of ``tensor``: its shard, or the tensor itself."""
-    sharded: Any = tensor
-    return sharded.to_local() if is_sharded(tensor) else tensor

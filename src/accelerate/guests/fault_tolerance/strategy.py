@@ -16,7 +16,6 @@ from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions,
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
-from .shards import local_values
 from .shared_epoch import SharedLoader
 
 #: The groups of settings that select another strategy; the plugins have the same names.
@@ -114,25 +113,29 @@ class Kept(Strategy, ABC):
         contributions = self._average(contribution, has_scaler=scaler is not None)
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
         self._is_averaged = True
-        steps = {rank: int(given[1]) for rank, given in sorted(contributions.items())}
+        steps = {rank: int(given[1]) for rank, given in contributions.items()}
         if len(set(steps.values())) > 1:
             raise CollectiveError(
                 f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
                 "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
             )
         if shared is not None:
-            shared.commit({rank: (int(given[2]), int(given[3])) for rank, given in sorted(contributions.items())})
+            shared.commit({rank: (int(given[2]), int(given[3])) for rank, given in contributions.items()})
+
+    def _own_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's values of a parameter or gradient."""
+        return tensor
 
     def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
-        """Average the gradients over the samples of all contributors; return their contributions."""
+        """Average the gradients over the samples of all contributors; return their contributions by rank."""
         parameters = [p for model in self._trained for p in model.parameters() if p.requires_grad]
-        values_of = [local_values(parameter) for parameter in parameters]
+        values_of = [self._own_values(parameter) for parameter in parameters]
         buffers = [b for model in self._trained for b in model.buffers() if b.is_floating_point()]
         is_wide = any(tensor.dtype == torch.float64 for tensor in (*parameters, *buffers))
         dtype = torch.float64 if is_wide else torch.float32
         with torch.no_grad():
             grads = [
-                torch.zeros_like(own) if parameter.grad is None else local_values(parameter.grad)
+                torch.zeros_like(own) if parameter.grad is None else self._own_values(parameter.grad)
                 for own, parameter in zip(values_of, parameters, strict=True)
             ]
             used = torch.tensor([p.grad is not None for p in parameters], dtype=dtype)
@@ -153,7 +156,9 @@ class Kept(Strategy, ABC):
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     # A scaler needs a gradient, and leaves out the update of an infinite one.
-                    local_values(parameter.grad).copy_(values / weights if weights else torch.full_like(own, torch.inf))
+                    self._own_values(parameter.grad).copy_(
+                        values / weights if weights else torch.full_like(own, torch.inf)
+                    )
             if buffers:  # as DDP does: those of the lowest rank
                 lowest = self._membership.counterparts(given)[0]
                 first = self._membership.piece_of(lowest, flat, num_values + len(parameters))
@@ -161,7 +166,7 @@ class Kept(Strategy, ABC):
                 for buffer in buffers:
                     buffer.copy_(first[start : start + buffer.numel()].view_as(buffer))
                     start += buffer.numel()
-        return dict(given)
+        return dict(sorted(given.items()))
 
 
 @final

@@ -139,13 +139,12 @@ def _repeat(args: argparse.Namespace, project: Path, run: RecordedRun) -> int:
 
 def _start(update: int | None, project: Path, run: RecordedRun) -> Entry | None:
     """Return the newest checkpoint up to ``update`` that is there; None to start from nothing."""
-    resumed = run.launches[0]["resumed"]
-    if update is None and resumed is not None:
-        raise SettingError(
-            f"The record begins with a launch that went on from update {resumed['updates']}, so the run can't be "
-            "repeated from nothing. --from_update N repeats it from a checkpoint."
-        )
     if update is None:
+        if resumed := run.launches[0]["resumed"]:
+            raise SettingError(
+                f"The record begins with a launch that went on from update {resumed['updates']}, so the run can't be "
+                "repeated from nothing. --from_update N repeats it from a checkpoint."
+            )
         return None
     there = [one for one in run.checkpoints if "://" not in one["folder"] and (project / one["folder"]).is_dir()]
     found = [one for one in there if one["updates"] <= update]

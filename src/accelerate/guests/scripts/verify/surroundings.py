@@ -91,10 +91,8 @@ def _with_full_batches(
 
     def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
-        is_given, num_used = (
-            is_of_script(caller()),
-            0,
-        )  # prepare() makes others from it, whose batches are divided already
+        is_given = is_of_script(caller())  # prepare() makes others from it, whose batches are divided already
+        num_used = 0
         if is_given and batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
             own = conditions.num_shares if conditions.divides_itself else 1
             batch_size += -batch_size % (conditions.multiple // own)
