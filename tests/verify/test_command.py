@@ -20,7 +20,7 @@ from accelerate.guests.scripts.verify.report import as_json
 from accelerate.guests.scripts.verify_command import main
 from tests.python_path import python_path
 from tests.slow import slow_for
-from tests.verify.corpus import LOOP
+from tests.verify.corpus import LOOP, PREPARE, prepare
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -180,3 +180,34 @@ def test_a_distance_is_relative_and_finds_one_element() -> None:
     assert 1e-8 < distance(whole, near, 0.0) < 1e-6
     assert distance(whole, near, 1e6) < 1e-11  # small beside the others
     assert distance(whole, moments([1.0, -2.0, 3.0, float("nan")]), 0.0) == float("inf")
+
+
+def test_an_error_of_the_script_is_shown_from_its_first_line_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def train():\n    raise KeyError('weights')\n\ntrain()\n")
+    assert main([str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
+    said = capsys.readouterr().err
+    begin = f'Traceback (most recent call last):\n  File "{script}", line 4, in <module>\n    train()\n'
+    assert begin in said and "KeyError: 'weights'" in said and "observe.py" not in said
+
+
+def test_a_missing_argument_of_the_script_is_told_with_where_to_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()\n"
+    )
+    assert main([str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
+    said = capsys.readouterr().err
+    assert "the following arguments are required: data\nGive the script's own arguments after --.\n" in said
+
+
+def test_an_optimizer_that_is_not_prepared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.replace(PREPARE, prepare("model", "loader", "scheduler")))
+    assert main([str(script), "--layouts", "parts2", "--num_steps", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "The optimizer steps in each micro-batch. Pass it to accelerator.prepare() [V01]" in said

@@ -63,11 +63,8 @@ def verify_command(args: argparse.Namespace) -> int:
         _check(args)
         layouts = chosen(args.layouts, same_bits=args.same_bits)
         how = "by every bit" if args.same_bits else "without dropout"
-        print(
-            f"Comparing {args.num_steps} {by_number(args.num_steps, 'update', 'updates')} on the CPU, {how} ...",
-            file=sys.stderr,
-            flush=True,
-        )
+        updates = by_number(args.num_steps, "update", "updates")
+        print(f"Comparing {args.num_steps} {updates} on the CPU, {how} ...", file=sys.stderr, flush=True)
         proof = prove(args.script, args.script_args, args.num_steps, layouts, args.dtype, same_bits=args.same_bits)
     except VerificationError as error:
         print(f"accelerate verify: {error}", file=sys.stderr)

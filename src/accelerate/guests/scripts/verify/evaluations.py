@@ -152,12 +152,11 @@ def own_values(run: Sequence[Evaluation]) -> Iterator[tuple[str, int]]:
 def _mean(ranks: Sequence[Shown]) -> Shown:
     """Return the mean over the ranks, or the first rank's numbers where all are equal."""
     first = ranks[0]
-    if first.rows or any(len(each.numbers) != len(first.numbers) for each in ranks):
+    shown = [each.numbers for each in ranks]
+    if first.rows or len(set(map(len, shown))) > 1 or all(numbers == shown[0] for numbers in shown):
         return first
-    if all(each.numbers == first.numbers for each in ranks):
-        return first
-    means = [sum(each.numbers[place][0] for each in ranks) / len(ranks) for place in range(len(first.numbers))]
-    return Shown(first.line, 0, [[mean, unit] for mean, (_, unit) in zip(means, first.numbers, strict=True)])
+    means = [sum(number for number, _ in each) / len(each) for each in zip(*shown, strict=True)]
+    return Shown(first.line, 0, [[mean, unit] for mean, (_, unit) in zip(means, shown[0], strict=True)])
 
 
 def _of_ranks(ranks: Sequence[Shown]) -> str:

@@ -290,7 +290,7 @@ class _StepComparison:
         expected, found = self._reference.steps[self._number][0], self._run.steps[self._number][0]
         before, after = self._reference.samples(self._number), self._run.samples(self._number)
         if before and after and before != after:
-            yield self._finding("samples", "", "V01", _samples_text(before, after))
+            yield self._finding("samples", "", "V01", _samples_text(before, after, self._layout.num_parts))
         yield from self._of_tensors("gradients")
         if expected.norm is not None and found.norm is not None:
             scale = max(abs(expected.norm), abs(found.norm)) or 1.0
@@ -412,14 +412,16 @@ def _cause(
     return "V13", by
 
 
-def _samples_text(before: Counter[int], after: Counter[int]) -> str:
+def _samples_text(before: Counter[int], after: Counter[int], num_parts: int) -> str:
     lost, added = sorted((before - after).elements()), sorted((after - before).elements())
     parts = [
         f"{len(found)} {word} ({', '.join(map(str, found[:6]))}{', ...' if len(found) > 6 else ''})"
         for found, word in ((lost, "lost"), (added, "added or read again"))
         if found
     ]
-    return ", ".join(parts)
+    steps_in_each_part = num_parts > 1 and not added and after.total() * num_parts == before.total()
+    cause = ". The optimizer steps in each micro-batch. Pass it to accelerator.prepare()" if steps_in_each_part else ""
+    return ", ".join(parts) + cause
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:

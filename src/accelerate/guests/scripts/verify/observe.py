@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import torch.multiprocessing
 
@@ -54,9 +55,17 @@ def _observed(index: int, folder: Path, script: Path, function: Callable[..., ob
         function(index, *args)
 
 
+def _print_from(script: str, kind: type[BaseException], error: BaseException, first: TracebackType | None) -> None:
+    """Print an error as Python does, from the first frame of the script on."""
+    while first is not None and first.tb_frame.f_code.co_filename != script:
+        first = first.tb_next
+    sys.__excepthook__(kind, error.with_traceback(first or error.__traceback__), None)
+
+
 def main(arguments: list[str]) -> None:
     """Run the source as the program of this process."""
     folder, source, script = map(Path, arguments[:3])
+    sys.excepthook = partial(_print_from, str(script))
     run = main_program(source, [str(script), *arguments[3:]])
     with observing(folder, script):
         run()

@@ -67,13 +67,11 @@ def _curves(outcome: Outcome) -> str:
         x = _x(number, count)
         lines.append(f'<text x="{x:.1f}" y="{_HEIGHT + 14}" text-anchor="middle">{number + 1}</text>')
     for place, (kind, values) in enumerate(outcome.excesses.items()):
-        points = " ".join(f"{_x(number, count):.1f},{_y(value):.1f}" for number, value in enumerate(values))
+        places = [(_x(number, count), _y(value)) for number, value in enumerate(values)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         colour = _COLOURS[kind]
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        lines += [
-            f'<circle cx="{_x(number, count):.1f}" cy="{_y(value):.1f}" r="3" fill="{colour}"/>'
-            for number, value in enumerate(values)
-        ]
+        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         lines.append(
             f'<text x="{_MARGIN + 130 * place}" y="{_HEIGHT + 32}" style="fill:{colour}">&#9679; {_LABELS[kind]}</text>'
         )

@@ -401,8 +401,7 @@ class Recorder:
         if self._is_flat():  # a rank's piece of a flat parameter
             return {}
         found = {name: parameter.grad for name, parameter in self._named()}
-        given = {name: gradient for name, gradient in found.items() if gradient is not None}
-        moments = self._places.moments_of(given)
+        moments = self._places.moments_of({name: one for name, one in found.items() if one is not None})
         return {name: moments.get(name) for name in found}
 
     def _weights_now(self) -> dict[str, Moments | None]:

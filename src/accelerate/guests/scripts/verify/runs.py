@@ -95,10 +95,6 @@ class Run:
         """The run, in words for a sentence."""
         return f"the {self.title}" if self.title == ORIGINAL else f"the run of {self.title}"
 
-    def checksum(self) -> float:
-        """Return the sum of the absolute values of all weights."""
-        return sum(absolute for _, absolute in self.weights)
-
 
 @final
 @dataclass(frozen=True)
@@ -131,7 +127,9 @@ class Comparison:
         for number in range(max(len(run.losses) for run in self.runs)):
             cells = (f"{run.losses[number]:.6g}" if number < len(run.losses) else "-" for run in self.runs)
             rows.append(f"{number + 1:>10}" + "".join(f"{cell:>{width}}" for cell in cells))
-        rows.append(f"{'weights':>10}" + "".join(f"{run.checksum():>{width}.9g}" for run in self.runs))
+        rows.append(
+            f"{'weights':>10}" + "".join(f"{sum(each for _, each in run.weights):>{width}.9g}" for run in self.runs)
+        )
         return "\n".join(rows)
 
     def text(self, conclusion: str) -> str:
@@ -238,6 +236,8 @@ class Runs:
         if run.returncode != 0:
             said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
             text = f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}"
+            if f"\nusage: {self.script.name}" in f"\n{said}":  # of argparse
+                text += "\nGive the script's own arguments after --."
             if refusal.exists():
                 raise LayoutRefused(text, refusal.read_text())
             raise VerificationError(text)
@@ -260,7 +260,7 @@ def _difference(original: Run, run: Run) -> str:
     if len(run.losses) != len(original.losses):
         return f"{run.title}: {len(run.losses)} backward passes, and {len(original.losses)} in {place}"
     for number, (before, after) in enumerate(zip(original.losses, run.losses, strict=True), start=1):
-        if not _are_close(before, after, limit):
+        if not _are_within(before, after, limit * max(abs(before), abs(after))):
             return f"{run.title}: the loss of backward pass {number} is {after:.6g}, and {before:.6g} in {place}"
     if len(run.weights) != len(original.weights):
         return f"{run.title}: {len(run.weights)} parameters are trained, and {len(original.weights)} in {place}"
@@ -288,10 +288,6 @@ def _evaluation_difference(original: Run, run: Run, before: Run) -> str:
 
 def _limit(run: Run) -> float:
     return _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
-
-
-def _are_close(one: float, other: float, limit: float) -> bool:
-    return _are_within(one, other, limit * max(abs(one), abs(other)))
 
 
 def _are_within(one: float, other: float, distance: float) -> bool:
