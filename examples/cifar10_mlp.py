@@ -1,4 +1,4 @@
-"""Train a multilayer perceptron on CIFAR-10, or without a network on digits of the same shape.
+"""Train a multilayer perceptron on digits of the shape of CIFAR-10, or with --download on CIFAR-10.
 
 python examples/cifar10_mlp.py
 accelerate launch --cpu --num_processes 2 examples/cifar10_mlp.py --download

@@ -1,4 +1,4 @@
-"""Classify images: Oxford-IIIT pets with a pretrained ResNet-50, or without a network handwritten digits.
+"""Classify images: handwritten digits, or Oxford-IIIT pets with a pretrained ResNet-50.
 
     python examples/cv_example.py                        # digits, seconds on a CPU
     python examples/cv_example.py --data_dir images      # pets: files named label_number.jpg; needs torchvision, timm

@@ -1,12 +1,12 @@
-"""Classify pairs of sentences: GLUE MRPC with BERT, or without a network pairs from pages of Python's manual.
+"""Classify pairs of sentences: GLUE MRPC with BERT; without internet access, pairs from Python's manual.
 
     python examples/nlp_example.py
     accelerate launch --cpu --num_processes 2 examples/nlp_example.py
     python examples/nlp_example.py --train_file train.csv --validation_file dev.csv     # sentence1, sentence2, label
 
-With `datasets`, `transformers` and a network this fine-tunes bert-base-cased on MRPC (learning rate 2e-5, 3 epochs,
-batch 16, 100 warm-up steps, seed 42); expect an accuracy near 0.85 and an F1 near 0.9. Without them it trains a small
-encoder of the same shape from scratch on Python's documentation: do two sentences come from the same page?
+With `datasets`, `transformers` and internet access this fine-tunes bert-base-cased on MRPC (learning rate 2e-5, 3
+epochs, batch 16, 100 warm-up steps, seed 42); expect an accuracy near 0.85 and an F1 near 0.9. Without them it trains a
+small encoder of the same shape from scratch on Python's documentation: do two sentences come from the same page?
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def test_the_report_is_a_table_of_hours(tmp_path: Path, capsys: pytest.CaptureFi
     assert rows["downtime"] == ["1.000", "1:00:00", "33.3%"]
     assert rows["repeated steps"] == ["0.499", "29:55", "16.6%", "1,795", "updates"]
     assert rows["total"] == ["3.003", "3:00:10", "100.0%"]
-    assert shown.endswith("goodput 44.9%: the time of steps that counted, of all\n")
+    assert shown.endswith("goodput 44.9%: share of the total time in steps that were kept\n")
     assert report.main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == hours(tmp_path)
 

@@ -69,7 +69,7 @@ def table(found: Hours) -> str:
             more = f"   {found['lost_updates']:,} updates" if kind == LOST else ""
             lines.append(f"{words:<22}{_row(spent, wall)}{more}")
     lines.append(f"{'total':<22}{_row(sum(found['seconds'].values()), wall)}")
-    lines += ["", f"goodput {found['goodput']:.1%}: the time of steps that counted, of all"]
+    lines += ["", f"goodput {found['goodput']:.1%}: share of the total time in steps that were kept"]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from .plan import Plan
+from .precision import note_unknown
 from .source import Function, Placed, Scope, dotted, parameters
 from .survey import Symbol
 
@@ -160,10 +161,6 @@ def _write_value(plan: Plan, symbol: Symbol) -> None:
 def _give_up(plan: Plan) -> None:
     """Take mixed precision to be on, and say so."""
     for node in plan.switches[:1]:
-        plan.note(
-            node,
-            f"`{plan.script.text_of(node)}` switches mixed precision here, but isn't known where the "
-            "Accelerator is made; it is on. `accelerate launch --mixed_precision no` switches it off.",
-        )
+        note_unknown(plan, node)
     found = re.search(r'"(fp16|bf16)"', plan.arguments["mixed_precision"])
     plan.arguments["mixed_precision"] = found[0] if found else '"no"'

@@ -151,7 +151,7 @@ def _conditions(plan: Plan, call: ast.Call) -> list[str]:
         plan.switches.append(test)
         text = _condition(plan, test)
         if text is None:
-            _note_unknown(plan, test)
+            note_unknown(plan, test)
             continue
         turned = {"True": "False", "False": "True"}.get(text, text.removeprefix("not ") if text.startswith("not ")
                                                         else f"not {_in_brackets(text)}")  # fmt: skip
@@ -163,11 +163,12 @@ def _in_brackets(text: str) -> str:
     return text if text.replace(".", "").replace("()", "").isidentifier() else f"({text})"
 
 
-def _note_unknown(plan: Plan, test: ast.expr) -> None:
+def note_unknown(plan: Plan, test: ast.expr) -> None:
+    """Say that mixed precision is on, whatever ``test`` will be."""
     plan.note(
         test,
-        f"`{plan.script.text_of(test)}` switches mixed precision here, but isn't known where the "
-        "Accelerator is made; it is on. `accelerate launch --mixed_precision no` switches it off.",
+        f"`{plan.script.text_of(test)}` switches mixed precision here, but isn't known where the Accelerator is made. "
+        "It is on. Change the Accelerator's argument mixed_precision to switch it off.",
     )
 
 
