@@ -150,7 +150,7 @@ WORKS: dict[str, list[Callable[[], Any]]] = {
 #: Features with tests of their own: the checkpoint test below, and `test_inner_layouts.py`.
 ELSEWHERE = {
     "checkpoints of the main process alone",
-    "tensor, context and sequence parallelism under FSDP 2",
+    "tensor, context, sequence and pipeline parallelism under FSDP 2",
 }
 #: The same under FSDP 2, compared with one process.
 SHARDED: dict[str, list[Callable[[str], Any]]] = {
@@ -407,16 +407,16 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "FSDP 1": [
         (lambda: prepared(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)), r"fsdp with batch_parts")
     ],
-    "tensor, context and sequence parallelism without FSDP 2": [
+    "tensor, context, sequence and pipeline parallelism without FSDP 2": [
         (lambda: mesh(tp_size=2), r"parallelism with batch_parts"),
+        (lambda: mesh(pp_size=2), r"parallelism with batch_parts"),
         (lambda: mesh(sp_size=2, sp_backend="torch"), r"parallelism with batch_parts"),
     ],
-    "BatchNorm under context or sequence parallelism": [
+    "BatchNorm under context or sequence parallelism, or in a pipeline": [
         (lambda: mesh_of_shards(cp_size=2), r"BatchNorm under cp with batch_parts"),
         (lambda: mesh_of_shards(sp_size=2, sp_backend="torch"), r"BatchNorm under sp with batch_parts"),
     ],
     "expert parallelism": [(lambda: mesh_of_shards(ep_size=2), r"ep with batch_parts")],
-    "pipeline parallelism": [(lambda: mesh(pp_size=2), r"parallelism with batch_parts")],
 }
 
 

@@ -9,12 +9,13 @@
 - `hashes`: one hash of all that training has changed.
 - `record`: the file of hashes, one each n updates.
 - `parts`: what begins and ends with a part or an update.
-- `replicas`, `shards`: the strategies.
+- `replicas`, `shards`, `stages`: the strategies.
+- `sharded`: what those that shard have in common.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...seams import Candidate, Guest, LoopHook
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ...accelerator import Accelerator
     from ...distributed.world import World
     from ...settings.run import Settings
+    from .parts import Parts
 
 
 def _has_parts(settings: Settings) -> bool:
@@ -36,8 +38,13 @@ def _shards(settings: Settings, world: World) -> bool:
     return _has_parts(settings) and world.backend is not None and is_version_2
 
 
+def _splits_layers(settings: Settings, world: World) -> bool:
+    return _shards(settings, world) and settings.parallelism is not None and settings.parallelism.pp_size > 1
+
+
 GUEST: Final = Guest(
     strategies=(
+        Candidate(f"{__name__}.stages", "PartStages", _splits_layers, is_instead_of_others=True),
         Candidate(f"{__name__}.shards", "PartShards", _shards, is_instead_of_others=True),
         Candidate(
             f"{__name__}.replicas",
@@ -64,13 +71,10 @@ def attach(run: Accelerator, asked: object) -> LoopHook | None:
     """Return the hook at which parts begin and end; None if ``run`` has no parts."""
     if not _has_parts(run.settings):
         return None
-    from .replicas import PartReplicas
-    from .shards import PartShards
-
-    strategy = run.strategy
-    assert isinstance(strategy, (PartReplicas, PartShards)), "chosen for such settings"
-    strategy.parts.attach(run)
-    return strategy.parts
+    strategy: Any = run.strategy  # each one that is chosen for such settings has parts
+    parts: Parts = strategy.parts
+    parts.attach(run)
+    return parts
 
 
 def attach_log(run: Accelerator, asked: object) -> LoopHook | None:

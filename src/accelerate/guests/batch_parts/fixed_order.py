@@ -117,5 +117,15 @@ def total_norm(
         dist.all_gather(found, of_each, group=inner_group)
         is_inner = torch.tensor([place.inner is not None for place in places], device=device)
         of_each = torch.where(is_inner, halved_sum(torch.stack(found, dim=1)), of_each)
-    total = halved_sum(of_each)
+    return _root(halved_sum(of_each), norm_type)
+
+
+def norm_of_norms(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients together from those of parts of them [parts], in a fixed order."""
+    if norm_type == float("inf"):
+        return norms.max()
+    return _root(halved_sum(norms.square() if norm_type == 2 else norms.pow(norm_type)), norm_type)
+
+
+def _root(total: torch.Tensor, norm_type: float) -> torch.Tensor:
     return total.sqrt() if norm_type == 2 else total.pow(1.0 / norm_type)

@@ -54,10 +54,21 @@ def fingerprint(run: Accelerator, streams: Mapping[str, object] | None = None) -
         shard_state(optimizer.optimizer)
     whole = hashlib.sha256()
     for name, value in _values(run):
+        if isinstance(value, torch.Tensor) and value.is_meta:  # of another stage of a pipeline
+            continue
         whole.update(f"{name} ".encode() + (_hash(name, value) if isinstance(value, torch.Tensor) else _plain(value)))
     for name, stream in sorted((streams or capture_host_streams()).items()):
         whole.update(f"stream {name} ".encode() + _plain(stream))
-    return whole.hexdigest()
+    stages = run.mesh.group("pp")
+    return whole.hexdigest() if stages is None else _joined(whole.digest(), stages, run.device).hex()
+
+
+def _joined(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bytes:
+    """Return the hash of the ``digest`` of each rank of ``group``; a collective."""
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return hashlib.sha256(torch.cat(found).cpu().numpy().tobytes()).digest()
 
 
 def _values(run: Accelerator) -> Iterator[tuple[str, object]]:
@@ -139,11 +150,7 @@ def _hash(name: str, tensor: torch.Tensor) -> bytes:
         dist.all_reduce(hashes, group=mesh.get_group(place.axis))  # each row is zero on all ranks but one
         hashed = hashlib.sha256(hashes.cpu().numpy().tobytes()).digest()
     if place.inner is not None:
-        group = mesh.get_group(place.inner)
-        mine = torch.frombuffer(bytearray(hashed), dtype=torch.uint8).to(own.device)
-        found = [torch.empty_like(mine) for _ in range(mesh.size(place.inner))]
-        dist.all_gather(found, mine, group=group)
-        hashed = torch.cat(found).cpu().numpy().tobytes()
+        hashed = _joined(hashed, mesh.get_group(place.inner), own.device)
     return hashlib.sha256(head + hashed).digest()
 
 

@@ -19,6 +19,15 @@ _LAYERS = (
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def has_statistics(model: torch.nn.Module) -> bool:
+    """Return whether a layer of ``model`` has running statistics."""
+    return any(map(_has_own, model.modules()))
+
+
+def _has_own(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, _LAYERS) and layer.running_mean is not None
+
+
 @final
 class RunningStatistics:
     """The statistics of the batches that the layers of ``model`` have seen in the open update.
@@ -43,7 +52,7 @@ class RunningStatistics:
                     f"{name!r} is a SyncBatchNorm, which normalises over the samples of all ranks, so its results "
                     "depend on the number of ranks. With batch_parts use BatchNorm, which normalises over one part."
                 )
-            if isinstance(layer, _LAYERS) and layer.running_mean is not None:
+            if _has_own(layer):
                 self._layers.append(layer)
                 self._seen[id(layer)] = []
                 layer.register_forward_pre_hook(self._before)

@@ -7,6 +7,7 @@ Training on GPU Clusters Using Megatron-LM", SC 2021. Replicas of the pipeline a
 from __future__ import annotations
 
 import inspect
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Final, final
@@ -14,6 +15,7 @@ from typing import Any, Final, final
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpointing.run_state import Stateful, StrategyState
@@ -136,8 +138,7 @@ class PipelinedModel(nn.Module):
         return MethodType(method.__func__, self)
 
 
-@final
-class Pipeline(Strategy):
+class PipelineStrategy(Strategy, ABC):
     """Layers split into stages, some on each rank; a batch passes through them in micro-batches."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
@@ -177,11 +178,8 @@ class Pipeline(Strategy):
     def check(self, arguments: PreparedArguments) -> None:
         """Raise if stages are sharded and the optimizer doesn't come with its model."""
         super().check(arguments)
-        models = [
-            argument.current
-            for argument in arguments.of(Role.MODEL)
-            if not isinstance(argument.current, PipelinedModel)
-        ]
+        given = (argument.current for argument in arguments.of(Role.MODEL))
+        models = [model for model in given if not isinstance(model, PipelinedModel)]
         if self.shards and models and not any(True for _ in arguments.of(Role.OPTIMIZER)):
             raise PreparationError(
                 f"prepare() got a {type(models[0]).__name__} without its optimizer. Stages in shards "
@@ -295,7 +293,6 @@ class Pipeline(Strategy):
         assert plugin is not None  # `shards` says so
         plugin.set_auto_wrap_policy(model)
         units = find_wrap_units(model, plugin.auto_wrap_policy)
-        replicas = mesh.active("dp_replicate")
         for stage in mine.values():
             if plugin.activation_checkpointing and self.options.plugins.recompute is None:
                 own = set(stage.modules())  # of a traced model, the units are in no stage
@@ -306,11 +303,15 @@ class Pipeline(Strategy):
                 model,
                 units,
                 plugin,
-                mesh.over(*replicas, "dp_shard"),
-                mesh.within(*replicas, "dp_shard"),
+                self.shard_mesh(),
+                mesh.within(*mesh.active("dp_replicate"), "dp_shard"),
                 keeps_outputs=precision.is_autocast,
                 reshards=self.config.reshard_between_parts,
             )
+
+    def shard_mesh(self) -> DeviceMesh:
+        """Return the mesh for ``fully_shard``: its last axis shards a stage, a first of two replicates shards."""
+        return self.mesh.over(*self.mesh.active("dp_replicate"), "dp_shard")
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """Return the user's model; in it, tensors of other ranks are on the meta device."""
@@ -405,13 +406,18 @@ class Pipeline(Strategy):
     # -- state ---------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> ModelState[Pipeline]:
+    def state(self) -> ModelState[PipelineStrategy]:
         """The state of models that are distributed over stages."""
         return _PipelineState(self)
 
 
 @final
-class _PipelineState(ModelState[Pipeline]):
+class Pipeline(PipelineStrategy):
+    """Replicas average their gradients, and shards are reduced by torch's reduce-scatter."""
+
+
+@final
+class _PipelineState(ModelState[PipelineStrategy]):
     """The state of models that are distributed over stages; every rank has the part of its own stages."""
 
     def is_whole(self, model: nn.Module | None = None) -> bool:
@@ -471,10 +477,8 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> di
 def _gradient_placed_like(parameter: Any) -> torch.Tensor:
     """Return the gradient of ``parameter`` in the parameter's placements; zeros if it has none."""
     gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    if placements_of(gradient) == placements_of(parameter):
-        return gradient
+    if gradient is None or placements_of(gradient) == placements_of(parameter):
+        return torch.zeros_like(parameter) if gradient is None else gradient
     return gradient.redistribute(placements=parameter.placements)  # an embedding's, where ranks have part of the tokens
 
 

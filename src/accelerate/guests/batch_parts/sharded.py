@@ -1,0 +1,216 @@
+"""Gradients of FSDP's units, summed over the parts of an update by a reduce-scatter of our own."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ...distributed.mesh import DATA_AXES
+from ...distributed.world import World
+from ...errors import PreparationError
+from ...parallel.base import Strategy, StrategyOptions
+from ...parallel.gradient_norm import local_tensor
+from ...parallel.matrix_optimizer import DECLARATION
+from ...training.oom_retry import Retryable
+from .fixed_order import place_of, total_norm
+from .parts import Parts
+from .tree import Node, PartialSums
+
+if TYPE_CHECKING:
+    from ...data_loader.loader import PreparedLoader
+
+
+class PartSharding(Strategy, ABC):
+    """The base of strategies that shard parameters by FSDP 2, and sum gradients in the order of the parts.
+
+    It stands before the strategy of FSDP 2 in the bases of a class.
+
+    Attributes:
+        parts: the parts that this rank computes.
+        number: the number of the part that this rank computes, among its parts of the update.
+        is_last: whether it is the last one.
+    """
+
+    sums_gradients = True
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        self.retry: Retryable | None = None
+        self.parts: Parts = Parts(world, self.mesh.within(*DATA_AXES))
+        self.parts.is_open = lambda: self.number >= 0 and not self.is_last
+        self.parts.drop = self._drop
+        self.number: int = -1
+        self.is_last: bool = False
+        self._micro_batch: object = None
+        self._reductions: list[_Reduction] = []
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of parts: as many ranks as that would get the same results."""
+        return self.parts.division.count
+
+    def sum_parts_of(self, model: torch.nn.Module, mesh: DeviceMesh, num_inner: int = 1) -> None:
+        """Sum the gradients of the units of ``model`` in the order of the parts.
+
+        Args:
+            mesh: [replicas, shards] or [shards].
+            num_inner: so many consecutive ranks compute one part, each for some of its tokens.
+        """
+        replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                reduction = _Reduction(self, mesh.get_group(mesh.ndim - 1), replicas, num_inner)
+                unit.set_custom_reduce_scatter(cast("Any", reduction))  # it has the two methods of torch's class
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_reduce_scatter_unused_params(True)
+                if mesh.size(mesh.ndim - 1) == 1:  # torch scatters nothing there
+                    unit.set_all_reduce_hook(reduction.sum_own)
+                self._reductions.append(reduction)
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer`` update whole tensors where its update mixes their elements."""
+        self.parts.check_optimizer(optimizer)
+        if isinstance(optimizer, torch.optim.Adafactor) and getattr(optimizer, DECLARATION, None) is None:
+            setattr(optimizer, DECLARATION, True)
+        super().register_step_hooks(optimizer)
+
+    def configure_loader(self, loader: PreparedLoader) -> None:
+        """Let ``loader`` read this rank's parts."""
+        super().configure_loader(loader)
+        self.parts.divide_loader(loader)
+
+    def release(self) -> None:
+        """Drop all references to prepared models."""
+        super().release()
+        self.parts.release()
+        self._reductions.clear()
+
+    @contextmanager
+    def next_part(self) -> Iterator[None]:
+        """Enter a context that computes and sums the gradients of the next part.
+
+        Raises:
+            PreparationError: it can't be that of a part.
+        """
+        self.parts.check_backward()
+        run = self.parts.run
+        state, key = run.gradient_state, run._windows.current.key
+        micro_batch = (key, state.windows.get(key), state.num_step_calls)
+        if micro_batch == self._micro_batch:
+            raise PreparationError(
+                "A second backward pass of one micro-batch, with batch_parts under FSDP 2: the gradients of the first "
+                "are summed already. Give one backward the sum of the losses."
+            )
+        if self.is_last:
+            self._drop()
+        self._micro_batch, self.number = micro_batch, self.number + 1
+        self.is_last = self.parts.is_update_complete
+        if self.is_last:
+            self.parts.num_rounds(self.number + 1)
+        yield
+        if self.is_last:
+            if any(reduction.is_open for reduction in self._reductions):
+                raise PreparationError(
+                    "A unit of FSDP computed earlier parts of this update and not the last one, with batch_parts: its "
+                    "gradients can't be completed. Let each part use all units, or wrap fewer modules."
+                )
+            self.parts.complete_update()
+
+    def _drop(self) -> None:
+        """Begin a new strategy."""
+        if self.is_last:
+            self.number, self.is_last = -1, False
+
+    def norm_of(self, gradients: Sequence[torch.Tensor], norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the norm of sharded ``gradients``, at least one, in a fixed order; a collective.
+
+        Args:
+            mesh: the mesh whose last axis shards them.
+        """
+        shards, places = list(map(local_tensor, gradients)), list(map(place_of, gradients))
+        known = [place for place in places if place is not None]
+        assert len(known) == len(places), "fully_shard cuts rows"
+        return total_norm(shards, norm_type, known, mesh.get_group(mesh.ndim - 1), self.mesh.group("tp"))
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``], at the end of an update."""
+        if self.parts.is_update_complete:
+            super().clip_grad_value(parameters, clip_value)
+
+
+@final
+class _Reduction:
+    """The sum of the gradients of one unit, in the order of the parts, instead of torch's reduce-scatter.
+
+    Each rank gets its shard of every rank's gradients after each part, and adds them to the tree. Until the last part
+    of an update the result is zero.
+
+    Args:
+        num_inner: so many consecutive ranks compute one part, each for some of its tokens.
+    """
+
+    def __init__(
+        self, strategy: PartSharding, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None, num_inner: int
+    ) -> None:
+        self._strategy, self._shards, self._replicas, self._num_inner = strategy, shards, replicas, num_inner
+        self._num_shards = dist.get_world_size(shards)
+        self._sums: dict[int, PartialSums] = {}
+        self._num_parts = 0
+        self._is_first = replicas is None or dist.get_rank(replicas) == 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds sums of an update that isn't complete."""
+        return bool(self._sums)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
+        """Write the sum of this rank's shard of all ranks' ``input_tensor`` [ranks * values] to ``output_tensor``."""
+        rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(rows, input_tensor, group=self._shards)
+        self._sum(output_tensor, rows.view(self._num_shards, -1))
+
+    def sum_own(self, output: torch.Tensor) -> None:
+        """Replace ``output`` [values], the gradients of the one rank that shards, by their sum."""
+        self._sum(output, output.clone().view(1, -1))
+
+    def _sum(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        strategy = self._strategy
+        if self._replicas is not None:
+            found = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._replicas))]
+            dist.all_gather(found, rows.contiguous(), group=self._replicas)
+            rows = torch.cat(found)
+        division = strategy.parts.division
+        for rank, of_part in enumerate(rows.split(self._num_inner)):
+            row = of_part[0]
+            for other in of_part[1:]:
+                row += other
+            sums = self._sums.setdefault(rank, PartialSums())
+            for number in range(self._num_parts, strategy.number):  # parts that didn't use this unit
+                sums.add(Node(division.part(rank, number), 1, [None]))
+            sums.add(Node(division.part(rank, strategy.number), 1, [row]))
+        self._num_parts = strategy.number + 1
+        if not strategy.is_last:
+            output.zero_()
+            return
+        nodes = sorted((node for sums in self._sums.values() for node in sums.nodes), key=lambda node: node.start)
+        whole = PartialSums()
+        for node in nodes:
+            whole.add(node)
+        (total,) = whole.total()
+        assert total is not None, "this part has used the unit"
+        self._sums, self._num_parts = {}, 0
+        # Under HSDP torch adds up the replicas after this, so that all but one are zero.
+        output.copy_(total.view_as(output) + 0.0 if self._is_first else torch.zeros_like(output))
