@@ -28,7 +28,7 @@ from ..wording import by_number, some_ranks
 #: Environment variable: the folder in which ranks write records for their launcher.
 RECORDS_VARIABLE = "ACCELERATE_RECORDS_FOLDER"
 _LOGS = "log_dir"
-LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
+LOGS_HINT = "The whole output of rank {rank} is above; for one file per rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
@@ -414,9 +414,9 @@ def report(
         lines.append(first.memory)
     lines += _others(failures, first)
     if first.log is not None:
-        lines.append(f"Its whole output: {first.log}")
+        lines.append(f"The whole output of rank {first.rank}: {first.log}")
     elif hint:
-        lines.append(hint)
+        lines.append(hint.format(rank=first.rank))
     return "\n".join(lines)
 
 

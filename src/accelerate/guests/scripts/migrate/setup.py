@@ -16,7 +16,7 @@ from .survey import Symbol
 
 _WIDTH: Final = 100
 _WHY_PREPARE: Final = "each object in the form that this run needs, on one process or many"
-_WHY_MADE: Final = "it knows the device, the processes and the precision, from the launcher or from this line"
+_WHY_MADE: Final = "the Accelerator gets the device, the processes and the precision from the launcher or this line"
 
 
 @final
@@ -276,7 +276,7 @@ def _import(plan: Plan, last: ast.stmt | None) -> None:
     text = f"from accelerate import {names}"
     for module, others in sorted(plan.imports.items()):
         text += f"\nfrom {module} import {', '.join(sorted(set(others)))}"
-    insert(plan, _insertion_point_at_head(plan, last), text if last is not None else text + "\n", "the package")
+    insert(plan, _insertion_point_at_head(plan, last), text if last is not None else text + "\n", "imports the package")
 
 
 # --------------------------------------------------------------------------------------------- imports
