@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -154,3 +156,51 @@ def test_evaluation_is_left_alone() -> None:
     run = Accelerator(cpu=True, kwargs_handlers=[ActivationCheckpointing()])
     model = run.prepare_model(Network(), evaluation_mode=True)
     assert not any("forward" in block.__dict__ for block in model.blocks)
+
+
+def normalised(layer: str) -> nn.Module:
+    torch.manual_seed(0)
+    made: dict[str, Any] = {
+        "batch": lambda: nn.BatchNorm1d(4),
+        "batch, mean of all": lambda: nn.BatchNorm1d(4, momentum=None),
+        "instance": lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+        ),
+    }
+    return nn.Sequential(nn.Linear(4, 4), made[layer](), nn.Linear(4, 4))
+
+
+def steps(model: Any) -> dict[str, Any]:
+    """Train, and return all that the model has then."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs in torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("way", "layer"),
+    [
+        *itertools.product(["plain", "kept", "offloaded", "copied"], ["batch", "batch, mean of all", "instance"]),
+        ("compiled", "batch"),
+    ],
+)
+def test_running_statistics_follow_each_batch_once(layer: str, way: str) -> None:
+    expected, model = steps(normalised(layer)), normalised(layer)
+    recompute_activations([model], offload=way == "offloaded", save_ops=("mm",) if way == "kept" else ())
+    if way == "copied":
+        model = copy.deepcopy(model)
+    run: Any = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    steps(run)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_an_early_end_of_the_recomputation_keeps_the_buffers() -> None:
+    model = normalised("batch")
+    recompute_activations([model])
+    buffers = [id(buffer) for buffer in model.buffers()]
+    steps(model)
+    assert [id(buffer) for buffer in model.buffers()] == buffers

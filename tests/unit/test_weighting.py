@@ -49,6 +49,14 @@ def test_half_precision_losses_keep_a_float32_factor() -> None:
     assert gradient_of([3], torch.bfloat16).item() == torch.tensor(1 / 3, dtype=torch.bfloat16).item()
 
 
+@pytest.mark.parametrize(
+    "weights", [[float("nan")], [-1], [float("inf")], [torch.tensor(-2)], [3, float("nan")], [3, -4]]
+)
+def test_a_total_weight_that_counts_nothing_shows_in_the_gradients(weights: list[Any]) -> None:
+    assert gradient_of(weights, torch.float32).isnan().all()
+    assert gradient_of([0, 0], torch.float32).isfinite().all()
+
+
 def test_a_device_without_float64_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

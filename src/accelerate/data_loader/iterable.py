@@ -561,7 +561,7 @@ def warn_if_sharded_here(dataloader: DataLoader[object], count: int) -> None:
         return
     _warned.add(name)
     warnings.warn(
-        f"The stream {name} is taken to give the same samples on all {count} ranks, and each rank gets its part of "
+        f"The stream {name!r} is taken to give the same samples on all {count} ranks, and each rank gets its part of "
         "them. If each rank's stream is its own part already, say DataLoaderConfiguration(already_sharded=True), else "
         "samples are lost; already_sharded=False confirms the division and silences this.",
         UndividedStreamWarning,

@@ -7,7 +7,8 @@ Recomputation in Large Transformer Models", 2022, keep what is expensive to comp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from inspect import signature
 from types import MethodType
@@ -67,7 +68,7 @@ def recompute_activations(
     for module in modules:
         if module.__dict__.get(_RECOMPUTES, False):
             continue
-        module.forward = _recomputing(module.forward, offload, options)
+        module.forward = _recomputing(module, offload, options)
         module.__dict__[_RECOMPUTES] = True
 
 
@@ -128,23 +129,50 @@ def _outermost(model: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> lis
     return [module for module in kept if module not in inside]
 
 
-def _recomputing(original: Callable[..., object], offload: bool, options: dict[str, Any]) -> Callable[..., object]:
-    is_method = isinstance(original, MethodType)
-    function = original.__func__ if is_method else original
+def _recomputing(module: torch.nn.Module, offload: bool, options: dict[str, Any]) -> Callable[..., object]:
+    original = module.forward
+    function = original.__func__ if isinstance(original, MethodType) else original
+    has_statistics = any(True for _ in _with_statistics(module))
 
     @wraps(function)
-    def forward(*args: object, **kwargs: Any) -> object:
+    def forward(*args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         _leave_out_empty_cache(kwargs)
-        if not offload:
-            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        given = options
+        if has_statistics and not torch.compiler.is_compiling():  # a compiled block updates them once
+            owner = args[0] if isinstance(original, MethodType) else module
+            given = {**options, "context_fn": partial(_keeping_statistics, owner, options.get("context_fn"))}
         # Inside, the checkpoint's own hooks handle the activations; this context saves only its inputs.
-        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
-            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()) if offload else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False, **given, **kwargs)
 
     # A method stays one, so that a deep copy of the module runs the copy's own forward.
     return MethodType(forward, original.__self__) if isinstance(original, MethodType) else forward
+
+
+def _with_statistics(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Iterate over the buffers of the layers that have running statistics."""
+    return (part._buffers for part in module.modules() if part._buffers.get("running_mean") is not None)
+
+
+def _keeping_statistics(module: torch.nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
+    """Return ``contexts`` of a forward and its recomputation, which leaves running statistics as they are."""
+    first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
+
+    @contextmanager
+    def recomputation() -> Iterator[None]:
+        held = [(buffers, dict(buffers)) for buffers in _with_statistics(module)]
+        for buffers, own in held:
+            buffers.update({name: one if one is None else one.clone() for name, one in own.items()})
+        try:
+            with again:
+                yield
+        finally:
+            for buffers, own in held:
+                buffers.update(own)
+
+    return first, recomputation()
 
 
 def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:

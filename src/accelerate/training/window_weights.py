@@ -128,7 +128,8 @@ class WindowWeights:
             )
         weight = torch.as_tensor(total, dtype=dtype, device=loss.device).detach()
         weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES), same_shapes=True)
-        factor = torch.where(weight > 0, divided_by / weight, torch.zeros_like(weight))
+        factor = torch.where(weight == 0, weight, divided_by / weight)
+        factor = factor.masked_fill((weight < 0) | ~weight.isfinite(), torch.nan)  # no number of items
         # A factor in a wider dtype than the loss would widen the loss, and all that is computed from it.
         return factor.to(torch.promote_types(loss.dtype, torch.float32))
 
