@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
     from .data_loader.loader import PreparedLoader
     from .distributed.mesh import Mesh
-    from .distributed.process_control import Guard, Parameters, Result
     from .parallel.streaming.stream import Adapters, WeightStream
     from .plugins import Engine
     from .plugins.data import DataLoaderConfiguration
@@ -113,7 +112,7 @@ _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-class Accelerator(ReplaceableSteps):
+class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
     """The entry point: set up devices, processes and precision, and prepare training objects.
 
     The constructor joins the world: one process, or all processes that the launcher started. ``accelerate launch`` can
@@ -568,106 +567,6 @@ class Accelerator(ReplaceableSteps):
             ```
         """
         return process_control.split_between_processes(inputs, apply_padding, world=self.world)
-
-    @overload
-    def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_main_process(self, function: None = None) -> Guard: ...
-    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` to run on rank 0 only; it returns None on other ranks.
-
-        Example:
-            ```python
-            @accelerator.on_main_process
-            def write_report(text):
-                Path("report.txt").write_text(text)
-
-            write_report("done")
-            ```
-        """
-        return process_control.only_when(lambda: self.world.is_main, function)
-
-    @overload
-    def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_local_main_process(self, function: None = None) -> Guard: ...
-    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` to run once per host; it returns None on other processes.
-
-        Example:
-            ```python
-            @accelerator.on_local_main_process
-            def download():
-                Path("data").mkdir(exist_ok=True)
-
-            download()
-            ```
-        """
-        return process_control.only_when(lambda: self.world.is_local_main, function)
-
-    @overload
-    def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_last_process(self, function: None = None) -> Guard: ...
-    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` to run on the last rank only; it returns None on other ranks.
-
-        Example:
-            ```python
-            @accelerator.on_last_process
-            def say():
-                print(f"rank {accelerator.process_index} is the last")
-
-            say()
-            ```
-        """
-        return process_control.only_when(lambda: self.world.is_last, function)
-
-    @overload
-    def on_process(
-        self, function: Callable[Parameters, Result], process_index: int | None = None
-    ) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
-    def on_process(
-        self, function: Callable[..., object] | None = None, process_index: int | None = None
-    ) -> Callable[..., object]:
-        """Wrap ``function`` to run on rank ``process_index`` only; with a single process it always runs.
-
-        Example:
-            ```python
-            @accelerator.on_process(process_index=1)
-            def say():
-                print("I am rank 1, or alone")
-
-            say()
-            ```
-        """
-        return process_control.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
-
-    @overload
-    def on_local_process(
-        self, function: Callable[Parameters, Result], local_process_index: int | None = None
-    ) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
-    def on_local_process(
-        self, function: Callable[..., object] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., object]:
-        """Wrap ``function`` to run on one local process of every host only; with a single process it always runs.
-
-        Example:
-            ```python
-            @accelerator.on_local_process(local_process_index=1)
-            def say():
-                print("the second process of this host, or the only one")
-
-            say()
-            ```
-        """
-        return process_control.only_when(
-            lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
-        )
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Enter a context whose block runs on rank 0 first, then on the others, even if it raises on rank 0.
@@ -2142,7 +2041,7 @@ class Accelerator(ReplaceableSteps):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         options, prepared_models, size = state.pop("strategy"), state.pop("_prepared_models"), state.pop("size", None)
-        self.__dict__.update(state)
+        vars(self).update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
         self.mesh = options.mesh = construction.mesh(self.world, options.plugins)
         self.strategy = parallel.choose(self.settings, self.world, options)

@@ -11,13 +11,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, final, overload
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
 from .devices.table import kind_of
 from .distributed import process_control
-from .distributed.process_control import Guard, Parameters, Result
+from .distributed.process_control import Parameters, Result
 from .distributed.world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
 from .errors import SettingError
 from .plugins import Engine, Plugins
@@ -218,7 +218,7 @@ class _View(ABC):
             leave_group(group)
 
 
-class PartialState(_View):
+class PartialState(_View, process_control.ProcessGuards):
     """The rank, world size and device of this process; the first instance joins the world, and all others share it.
 
     Args:
@@ -266,58 +266,6 @@ class PartialState(_View):
         """Empty the view; the next instance reuses the process group, if there is one."""
         PartialState._shared_state.clear()
         forget_world()
-
-    @overload
-    def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_main_process(self, function: None = None) -> Guard: ...
-    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` to run on rank 0 only; it returns None on other ranks."""
-        return process_control.only_when(lambda: self.is_main_process, function)
-
-    @overload
-    def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_local_main_process(self, function: None = None) -> Guard: ...
-    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` to run on the first process of every host only; it returns None on others."""
-        return process_control.only_when(lambda: self.is_local_main_process, function)
-
-    @overload
-    def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_last_process(self, function: None = None) -> Guard: ...
-    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap `function` to run on the last rank only; it returns None on other ranks."""
-        return process_control.only_when(lambda: self.is_last_process, function)
-
-    @overload
-    def on_process(
-        self, function: Callable[Parameters, Result], process_index: int | None = None
-    ) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
-    def on_process(
-        self, function: Callable[..., object] | None = None, process_index: int | None = None
-    ) -> Callable[..., object]:
-        """Wrap `function` to run on rank `process_index` only; with a single process it always runs."""
-        return process_control.only_when(
-            lambda: not self.use_distributed or self.process_index == process_index, function
-        )
-
-    @overload
-    def on_local_process(
-        self, function: Callable[Parameters, Result], local_process_index: int | None = None
-    ) -> Callable[Parameters, Result | None]: ...
-    @overload
-    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
-    def on_local_process(
-        self, function: Callable[..., object] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., object]:
-        """Wrap `function` to run on one local process of every host; with a single process it always runs."""
-        return process_control.only_when(
-            lambda: not self.use_distributed or self.local_process_index == local_process_index, function
-        )
 
     @property
     def default_device(self) -> torch.device:

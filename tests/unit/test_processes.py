@@ -15,11 +15,6 @@ from accelerate.distributed.process_control import (
     in_order,
     local_main_process_first,
     main_process_first,
-    on_last_process,
-    on_local_main_process,
-    on_local_process,
-    on_main_process,
-    on_process,
     only_when,
     part_of,
     split_between_processes,
@@ -27,6 +22,15 @@ from accelerate.distributed.process_control import (
 )
 from accelerate.distributed.world import World
 from accelerate.errors import CollectiveError, PreparationError
+
+
+class Guards(processes.ProcessGuards):
+    """The guards of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.is_main_process, self.is_local_main_process = world.is_main, world.is_local_main
+        self.is_last_process, self.num_processes = world.is_last, world.size
+        self.process_index, self.local_process_index = world.rank, world.local_rank
 
 
 def parts(inputs: Any, size: int, apply_padding: bool = False) -> list[Any]:
@@ -115,12 +119,12 @@ def test_a_namedtuple_is_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("decorate", "chosen"),
     [
-        (lambda f, w: on_main_process(f, world=w), [0]),
-        (lambda f, w: on_local_main_process(f, world=w), [0, 2]),
-        (lambda f, w: on_last_process(f, world=w), [3]),
-        (lambda f, w: on_process(f, process_index=1, world=w), [1]),
-        (lambda f, w: on_local_process(f, local_process_index=1, world=w), [1, 3]),
-        (lambda f, w: on_process(process_index=2, world=w)(f), [2]),
+        (lambda f, on: on.on_main_process(f), [0]),
+        (lambda f, on: on.on_local_main_process(f), [0, 2]),
+        (lambda f, on: on.on_last_process(f), [3]),
+        (lambda f, on: on.on_process(f, process_index=1), [1]),
+        (lambda f, on: on.on_local_process(f, local_process_index=1), [1, 3]),
+        (lambda f, on: on.on_process(process_index=2)(f), [2]),
     ],
 )
 def test_guarded_functions_run_where_they_should(decorate: Any, chosen: list[int]) -> None:
@@ -131,7 +135,7 @@ def test_guarded_functions_run_where_they_should(decorate: Any, chosen: list[int
     ran = []
     for rank in range(4):
         world = World.pretend(rank, 4, local_rank=rank % 2, local_size=2)
-        guarded = decorate(work, world)
+        guarded = decorate(work, Guards(world))
         assert guarded.__doc__ == "Does it."
         if guarded() == "done":
             ran.append(rank)
@@ -139,8 +143,9 @@ def test_guarded_functions_run_where_they_should(decorate: Any, chosen: list[int
 
 
 def test_in_a_world_of_one_a_guard_for_any_index_runs() -> None:
-    assert on_process(lambda: "done", process_index=5)() == "done"
-    assert on_local_process(lambda: "done", local_process_index=5)() == "done"
+    guards = Guards(World.pretend(0, 1))
+    assert guards.on_process(lambda: "done", process_index=5)() == "done"
+    assert guards.on_local_process(lambda: "done", local_process_index=5)() == "done"
 
 
 def test_a_guard_decides_when_it_is_called() -> None:

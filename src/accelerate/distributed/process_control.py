@@ -6,6 +6,7 @@ The process that runs first releases the others even if it fails.
 from __future__ import annotations
 
 import functools
+from abc import ABC
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
@@ -128,69 +129,113 @@ def only_when(is_chosen: Callable[[], bool], function: Callable[..., object] | N
     return guarded
 
 
-@overload
-def on_main_process(
-    function: Callable[Parameters, Result], world: World | None = None
-) -> Callable[Parameters, Result | None]: ...
-@overload
-def on_main_process(function: None = None, world: World | None = None) -> Guard: ...
-def on_main_process(function: Callable[..., object] | None = None, world: World | None = None) -> Callable[..., Any]:
-    """Decorate `function` to run on rank 0; elsewhere the call returns None."""
-    return only_when(lambda: world_or_joined(world).is_main, function)
+class ProcessGuards(ABC):
+    """The decorators that make a function run on some processes only, by the subclass's attributes of this process."""
 
+    is_main_process: Any
+    is_local_main_process: Any
+    is_last_process: Any
+    num_processes: Any
+    process_index: Any
+    local_process_index: Any
 
-@overload
-def on_local_main_process(
-    function: Callable[Parameters, Result], world: World | None = None
-) -> Callable[Parameters, Result | None]: ...
-@overload
-def on_local_main_process(function: None = None, world: World | None = None) -> Guard: ...
-def on_local_main_process(
-    function: Callable[..., object] | None = None, world: World | None = None
-) -> Callable[..., Any]:
-    """Decorate `function` to run on the first process of every host; elsewhere the call returns None."""
-    return only_when(lambda: world_or_joined(world).is_local_main, function)
+    @overload
+    def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Guard: ...
+    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
+        """Wrap ``function`` to run on rank 0 only; it returns None on other ranks.
 
+        Example:
+            ```python
+            @accelerator.on_main_process
+            def write_report(text):
+                Path("report.txt").write_text(text)
 
-@overload
-def on_last_process(
-    function: Callable[Parameters, Result], world: World | None = None
-) -> Callable[Parameters, Result | None]: ...
-@overload
-def on_last_process(function: None = None, world: World | None = None) -> Guard: ...
-def on_last_process(function: Callable[..., object] | None = None, world: World | None = None) -> Callable[..., Any]:
-    """Decorate `function` to run on the highest rank; elsewhere the call returns None."""
-    return only_when(lambda: world_or_joined(world).is_last, function)
+            write_report("done")
+            ```
+        """
+        return only_when(lambda: self.is_main_process, function)
 
+    @overload
+    def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Guard: ...
+    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
+        """Wrap ``function`` to run once per host; it returns None on other processes.
 
-@overload
-def on_process(
-    function: Callable[Parameters, Result], process_index: int | None = None, world: World | None = None
-) -> Callable[Parameters, Result | None]: ...
-@overload
-def on_process(function: None = None, process_index: int | None = None, world: World | None = None) -> Guard: ...
-def on_process(
-    function: Callable[..., object] | None = None, process_index: int | None = None, world: World | None = None
-) -> Callable[..., Any]:
-    """Decorate `function` to run on rank `process_index` (always, in a world of one); elsewhere return None."""
-    return only_when(lambda: world_or_joined(world).size == 1 or world_or_joined(world).rank == process_index, function)
+        Example:
+            ```python
+            @accelerator.on_local_main_process
+            def download():
+                Path("data").mkdir(exist_ok=True)
 
+            download()
+            ```
+        """
+        return only_when(lambda: self.is_local_main_process, function)
 
-@overload
-def on_local_process(
-    function: Callable[Parameters, Result], local_process_index: int | None = None, world: World | None = None
-) -> Callable[Parameters, Result | None]: ...
-@overload
-def on_local_process(
-    function: None = None, local_process_index: int | None = None, world: World | None = None
-) -> Guard: ...
-def on_local_process(
-    function: Callable[..., object] | None = None, local_process_index: int | None = None, world: World | None = None
-) -> Callable[..., Any]:
-    """Decorate `function` to run on that process of every host (always, in a world of one); elsewhere return None."""
-    return only_when(
-        lambda: world_or_joined(world).size == 1 or world_or_joined(world).local_rank == local_process_index, function
-    )
+    @overload
+    def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_last_process(self, function: None = None) -> Guard: ...
+    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
+        """Wrap ``function`` to run on the last rank only; it returns None on other ranks.
+
+        Example:
+            ```python
+            @accelerator.on_last_process
+            def say():
+                print(f"rank {accelerator.process_index} is the last")
+
+            say()
+            ```
+        """
+        return only_when(lambda: self.is_last_process, function)
+
+    @overload
+    def on_process(
+        self, function: Callable[Parameters, Result], process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
+    def on_process(
+        self, function: Callable[..., object] | None = None, process_index: int | None = None
+    ) -> Callable[..., object]:
+        """Wrap ``function`` to run on rank ``process_index`` only; with a single process it always runs.
+
+        Example:
+            ```python
+            @accelerator.on_process(process_index=1)
+            def say():
+                print("I am rank 1, or alone")
+
+            say()
+            ```
+        """
+        return only_when(lambda: self.num_processes == 1 or self.process_index == process_index, function)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[Parameters, Result], local_process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
+    def on_local_process(
+        self, function: Callable[..., object] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., object]:
+        """Wrap ``function`` to run on one local process of every host only; with a single process it always runs.
+
+        Example:
+            ```python
+            @accelerator.on_local_process(local_process_index=1)
+            def say():
+                print("the second process of this host, or the only one")
+
+            say()
+            ```
+        """
+        return only_when(lambda: self.num_processes == 1 or self.local_process_index == local_process_index, function)
 
 
 # -- parts -------------------------------------------------------------------------------------------------
