@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +37,8 @@ _NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
 _DEVICE = os.environ.get("TEST_DEVICE")
 #: Beside other work, a limit of time is at most so many times as long.
 _MOST_LOAD = 8.0
+#: How long ranks may go on when one has died without an answer.
+_AFTER_A_DEATH_SECONDS = 60.0
 
 
 def _import_what_ranks_use() -> None:
@@ -131,9 +133,14 @@ def _where_it_stands(pid: int, stacks: IO[bytes]) -> str:
     return f"{stacks.read().decode()}\nits processes: {commands}"
 
 
-def _answers(pipe: Connection, began: float, seconds: float, deadline: float | None) -> bool:
-    """Wait for a rank until ``deadline``, or else for so many seconds times the load of a processor core."""
+def _answers(pipe: Connection, began: float, seconds: float, deadline: float | None, processes: Sequence[Any]) -> bool:
+    """Wait for a rank until ``deadline``, or else for so many seconds times the load of a processor core.
+
+    After the death of another rank, which a launcher would notice, it has a minute.
+    """
     while True:
+        if deadline is None and any(process.exitcode not in (None, 0) for process in processes):
+            deadline = time.monotonic() + _AFTER_A_DEATH_SECONDS
         load = min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_LOAD)
         left = (began + seconds * load if deadline is None else deadline) - time.monotonic()
         if pipe.poll(max(0.0, min(left, 5.0))):
@@ -173,7 +180,7 @@ def run_on_ranks(
     try:
         for rank, pipe in enumerate(pipes):
             try:
-                if not _answers(pipe, began, timeout_seconds, deadline):
+                if not _answers(pipe, began, timeout_seconds, deadline, processes):
                     where = _where_it_stands(processes[rank].pid, stacks[rank])
                     failures.append(f"rank {rank}: no answer within {timeout_seconds} s\n{where}")
                     continue

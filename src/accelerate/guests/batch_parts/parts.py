@@ -329,7 +329,9 @@ class Parts(LoopHook):
                 "which another number of ranks can't use. Save after a step, where accelerator.sync_gradients is true."
             )
         self._streams.leave_part()
-        return {} if alone else {"fingerprint": fingerprint(self.run, self.shared_streams)}
+        if alone and not self.run.strategy.state.is_whole():  # a fingerprint of shards is a collective
+            return {}
+        return {"fingerprint": fingerprint(self.run, self.shared_streams)}
 
     def after_save(self, folder: str, seconds: float, details: Mapping[str, object]) -> None:
         """Let the random streams of the part continue."""
