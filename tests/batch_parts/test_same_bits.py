@@ -27,6 +27,8 @@ SLOW = [
 ]
 
 
+#: FSDP 2 gives their BatchNorm weights in bfloat16 and statistics in float32, which torch takes on a GPU only.
+NORMALISED = ("Dense", "Convolutional")
 LAYOUTS = (("replicas", 3), ("replicas", 4), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4))
 
 
@@ -35,9 +37,11 @@ def test_any_number_of_ranks_computes_the_same_bits(case: dict[str, Any]) -> Non
     (whole,) = run_on_ranks(lambda: train(**case), 1, timeout_seconds=120)
     assert whole[3] == 19  # no sample of the evaluation twice
     assert run_on_ranks(lambda: train(**case), 2, timeout_seconds=240) == [whole] * 2
-    sharded = whole
-    if case.get("precision", "no") != "no":  # FSDP 2 casts at other places than autocast
+    sharded, layouts = whole, LAYOUTS if IS_SLOW else LAYOUTS[3:4]
+    if case.get("precision", "no") != "no" and case["model"] in NORMALISED:
+        layouts = [one for one in layouts if one[0] == "replicas"]
+    elif case.get("precision", "no") != "no":  # FSDP 2 casts at other places than autocast
         sharded = run_on_ranks(lambda: train(**case, layout="fsdp2"), 2, timeout_seconds=240)[0]
-    for layout, num_ranks in LAYOUTS if IS_SLOW else LAYOUTS[3:4]:
+    for layout, num_ranks in layouts:
         found = run_on_ranks(lambda layout=layout: train(**case, layout=layout), num_ranks, timeout_seconds=240)
         assert found == [whole if layout == "replicas" else sharded] * num_ranks, (layout, num_ranks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from torch.utils.data import DataLoader
 
-from ..distributed.random import broadcast_value, capture_host_streams, host_stream, host_streams
+from ..distributed.random import broadcast_value, capture_host_streams, host_stream, host_streams, set_host_stream
 from ..errors import ResumeWarning
 from ..nested import send_to_device
 from ..torch_private.modules import has_running_iterator
@@ -68,6 +68,7 @@ class IndexReader:
         self.plan = plan
         self.root: Any = unskipped(loader.index_sampler)[0]
         self._first: Sequence[Any] = []  # the indices of the epoch's first batches
+        self._before_workers: Any = None  # the stream's state, while the workers' seed is drawn from another one
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -125,13 +126,12 @@ class IndexReader:
         known = loaded.get("workers") if loaded.get("rank") == rank else None
         if starts_workers and known is not None and (saved is not None or loader.persistent_workers):
             # The workers get the seed of the saved run, so this run draws none for them.
-            before = None if generator is None else generator.get_state()
-            with host_streams({"torch": known if generator is None else host_stream("torch")}):
-                if generator is not None:
-                    generator.set_state(known)
+            before = host_stream("torch") if generator is None else generator.get_state()
+            with _torch_stream_unchanged() if saved is not None else nullcontext():
+                self._set_stream(known)
+                self._before_workers = before if saved is None else None  # the order is drawn from there
                 yield
-            if generator is not None and before is not None and saved is None:
-                generator.set_state(before)
+            self._leave_workers_stream()
             return
         if starts_workers:
             state = host_stream("torch") if generator is None else generator.get_state()
@@ -139,6 +139,19 @@ class IndexReader:
         # A resumed pass must not draw more from the streams than the saved pass did.
         with _torch_stream_unchanged() if saved is not None else nullcontext():
             yield
+
+    def _leave_workers_stream(self) -> None:
+        """Continue the stream from before the workers' seed was drawn, if that hasn't been done."""
+        state, self._before_workers = self._before_workers, None
+        if state is not None:
+            self._set_stream(state)
+
+    def _set_stream(self, state: Any) -> None:
+        generator = self.loader.generator
+        if generator is None:
+            set_host_stream("torch", state)
+        else:
+            generator.set_state(state)
 
     # -- random streams of samples and workers ---------------------------------------------------------
 
@@ -183,6 +196,7 @@ class IndexReader:
     def draw(self) -> Iterator[BatchInfo]:
         """Yield the batch info of every batch; a resumed pass has the order of the saved pass."""
         loader, saved, progress = self.loader, self.plan.saved, self.loader.progress
+        self._leave_workers_stream()
         order = loader.order()
         world = loader.agreeing_world(order)
         begins: AbstractContextManager[None] = nullcontext()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
 from accelerate.errors import ResumeWarning
+from accelerate.utils import set_seed
 
 
 class Numbers(IterableDataset):
@@ -60,3 +61,43 @@ def test_new_persistent_workers_begin_a_stream_anew(tmp_path: Path, num_epochs: 
 def test_a_stream_with_epochs_and_workers_of_one_epoch_resume_exactly(tmp_path: Path) -> None:
     assert not saved_and_loaded(tmp_path / "1", OfEpoch(), num_epochs=2, num_more=1, persistent=True)
     assert not saved_and_loaded(tmp_path / "2", Numbers(), num_epochs=2, num_more=1, persistent=False)
+
+
+def orders(
+    folder: Path, saved_after: tuple[int, int] | None, resumes: bool, generator: bool, **options: Any
+) -> list[Any]:
+    """Read three shuffled epochs, drawing numbers in between; save after an epoch or a batch of it, and end."""
+    accelerator = Accelerator(cpu=True)
+    set_seed(2)
+    own = torch.Generator().manual_seed(3) if generator else None
+    loader: Any = DataLoader(torch.arange(10), 3, shuffle=True, generator=own, **options)
+    loader = accelerator.prepare(loader)
+    if resumes:
+        accelerator.load_state(str(folder))
+    found = []
+    for epoch in range(loader.iteration, 3):
+        for number, batch in enumerate(loader):
+            found.append(batch.tolist())
+            torch.rand(3)
+            if (epoch, number) == saved_after:
+                accelerator.save_state(str(folder))
+                return found
+        if (epoch, -1) == saved_after:
+            accelerator.save_state(str(folder))
+            return found
+    return found
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("saved_after", [(0, -1), (1, -1), (0, 1), (0, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}],
+    ids=["no workers", "workers", "persistent workers"],
+)
+def test_the_order_goes_on_wherever_it_was_saved(
+    tmp_path: Path, options: dict[str, Any], saved_after: tuple[int, int], generator: bool
+) -> None:
+    whole = orders(tmp_path, None, False, generator, **options)
+    begun = orders(tmp_path, saved_after, False, generator, **options)
+    assert begun + orders(tmp_path, None, True, generator, **options) == whole
