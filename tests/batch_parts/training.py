@@ -76,7 +76,8 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             own = (chosen == number).nonzero()[:, 0]
             if len(own):  # else the expert has no gradient
-                outputs = outputs.index_add(0, own, expert(inputs[own]) * weights[own, number, None])
+                said = expert(inputs[own]) * weights[own, number, None]
+                outputs = outputs.to(said.dtype).index_add(0, own, said)  # bfloat16 under FSDP 2
         return outputs
 
 
