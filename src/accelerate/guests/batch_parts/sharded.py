@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from ...distributed.mesh import DATA_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...parallel.base import Strategy, StrategyOptions
-from ...parallel.gradient_norm import local_tensor
+from ...parallel.base import Clipping, Strategy, StrategyOptions
+from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.matrix_optimizer import DECLARATION
 from ...training.oom_retry import Retryable
 from .fixed_order import place_of, total_norm
@@ -138,6 +138,12 @@ class PartSharding(Strategy, ABC):
         known = [place for place in places if place is not None]
         assert len(known) == len(places), "fully_shard cuts rows"
         return total_norm(shards, norm_type, known, mesh.get_group(mesh.ndim - 1), self.mesh.group("tp"))
+
+    def scale(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor, clipping: Clipping) -> torch.Tensor:
+        """Scale ``gradients`` of ``norm`` to at most ``clipping.max_norm`` at the end of an update; return ``norm``."""
+        if self.parts.is_update_complete:
+            scale_to(list(map(local_tensor, gradients)), norm, clipping.max_norm, clipping.error_if_nonfinite)
+        return norm
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``], at the end of an update."""

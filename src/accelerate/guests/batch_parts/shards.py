@@ -13,7 +13,6 @@ from ...distributed.world import World
 from ...errors import PreparationError
 from ...parallel.base import Clipping, StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
-from ...parallel.gradient_norm import local_tensor, scale_to
 from ...precision import Precision
 from .sharded import PartSharding
 
@@ -74,8 +73,4 @@ class PartShards(PartSharding, FullyShardStrategy):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.world.device)
-        norm = self.norm_of(gradients, clipping.norm_type, self.shard_mesh())
-        if self.parts.is_update_complete:
-            shards = list(map(local_tensor, gradients))
-            scale_to(shards, norm, clipping.max_norm, clipping.error_if_nonfinite)
-        return norm
+        return self.scale(gradients, self.norm_of(gradients, clipping.norm_type, self.shard_mesh()), clipping)

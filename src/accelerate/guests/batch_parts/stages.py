@@ -11,7 +11,6 @@ from torch import distributed as dist
 from ...distributed.mesh import DATA_AXES
 from ...errors import PreparationError
 from ...parallel.base import Clipping
-from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.pipeline.strategy import PipelinedModel, PipelineStrategy
 from ...precision import Precision
 from .fixed_order import norm_of_norms
@@ -58,8 +57,5 @@ class PartStages(PartSharding, PipelineStrategy):
             own = self.norm_of(counted, clipping.norm_type, self.shard_mesh())
         of_stages = [torch.empty_like(own) for _ in range(self.mesh.size("pp"))]
         dist.all_gather(of_stages, own, group=self.mesh.group("pp"))
-        norm = norm_of_norms(torch.stack(of_stages), clipping.norm_type)
-        if self.parts.is_update_complete:
-            shards = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            scale_to(shards, norm, clipping.max_norm, clipping.error_if_nonfinite)
-        return norm
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return self.scale(gradients, norm_of_norms(torch.stack(of_stages), clipping.norm_type), clipping)
