@@ -115,6 +115,39 @@ def shared_layer(reentrant: bool) -> Any:
     return state_of(accelerator, model, optimizer)
 
 
+def sometimes_used(layout: str = "replicas") -> Any:
+    """Train layers of which an update uses one in no part, or in one part."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 5) for _ in range(4))
+
+        def forward(self, rows: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+            return torch.stack([self.layers[number](rows) for number in numbers]).sum(0)
+
+    accelerator, _, _, loader = prepared(4, **layout_options(layout))
+    set_seed(5)
+    model: Any = Chosen()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    norms, unused = [], []
+    for rows, targets in loader:
+        with accelerator.accumulate(model):
+            update, part = divmod(int(targets.sum()), 4)  # a function of the samples, equal for any number of ranks
+            numbers = (0, 1) if part == 1 else (0,)
+            if optimizer.num_updates % 2:
+                numbers = (0, 3) if update % 2 else (0, 2)
+            accelerator.backward(F.cross_entropy(model(rows, numbers), targets))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                unused.append(sum(one.grad is None for one in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert max(unused) > 0, "some layers aren't used"
+    return state_of(accelerator, model, optimizer), norms, unused
+
+
 def saved_by_one(folder: str) -> Any:
     """Save on the main process alone, go on, and go on again from the checkpoint."""
     accelerator, model, optimizer, loader = prepared(4)
@@ -145,6 +178,7 @@ WORKS: dict[str, list[Callable[[], Any]]] = {
         partial(shared_layer, False),
         partial(shared_layer, True),
     ],
+    "parameters that no part of an update uses, such as an expert's": [sometimes_used],
     "`torch.compile`": [partial(compiled, name) for name in (("Dense", "Transformer") if IS_SLOW else ())],
 }
 #: Features with tests of their own: the checkpoint test below, and `test_inner_layouts.py`.
@@ -156,6 +190,7 @@ ELSEWHERE = {
 SHARDED: dict[str, list[Callable[[str], Any]]] = {
     "Muon and other optimizers of whole matrices": [matrices, partial(matrices, name="Adafactor")],
     "fp16 with a gradient scaler": [overflowing],
+    "parameters that no part of an update uses, such as an expert's": [sometimes_used],
 }
 
 

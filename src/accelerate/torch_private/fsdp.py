@@ -413,6 +413,13 @@ def unshard_once(modules: Iterable[torch.nn.Module]) -> None:
         unit.reshard()
 
 
+@uses(f"{_PARAMETER}:._unsharded_param", f"{_PARAMETER}:.sharded_param")
+def unsharded_parameters(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters that autograd knows, each after its shard; a collective."""
+    unshard_once([model])
+    return [(record.sharded_param, record._unsharded_param) for record in managed_parameters(model)]
+
+
 # Up to torch 2.14, an unsharded gradient of another dtype than its parameter moves to an attribute beside it. From
 # torch 2.15 on it stays on the unsharded parameter, and the attribute only returns it.
 @uses(

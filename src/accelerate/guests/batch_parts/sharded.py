@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -12,12 +13,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from ...distributed.mesh import DATA_AXES
+from ...distributed.mesh import DATA_AXES, TOKEN_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...parallel.base import Clipping, Strategy, StrategyOptions
 from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.matrix_optimizer import DECLARATION
+from ...torch_private.fsdp import unsharded_parameters
 from ...training.oom_retry import Retryable
 from .fixed_order import place_of, total_norm
 from .parts import Parts
@@ -50,19 +52,24 @@ class PartSharding(Strategy, ABC):
         self.is_last: bool = False
         self._micro_batch: object = None
         self._reductions: list[_Reduction] = []
+        self._uses: list[_Use] = []
 
     @property
     def data_parallel_size(self) -> int:
         """The number of parts: as many ranks as that would get the same results."""
         return self.parts.division.count
 
-    def sum_parts_of(self, model: torch.nn.Module, mesh: DeviceMesh, num_inner: int = 1) -> None:
-        """Sum the gradients of the units of ``model`` in the order of the parts.
+    def sum_parts_of(
+        self, model: torch.nn.Module, mesh: DeviceMesh, num_inner: int = 1, shared: Container[torch.Tensor] = ()
+    ) -> None:
+        """Sum the gradients of the units of ``model`` in the order of the parts; a collective.
 
         Args:
             mesh: [replicas, shards] or [shards].
             num_inner: so many consecutive ranks compute one part, each for some of its tokens.
+            shared: the parameters that other ranks than these use too.
         """
+        self._uses.append(_Use(model, self.mesh.within(*TOKEN_AXES), shared))
         replicas = mesh.get_group(0) if mesh.ndim > 1 else None
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
@@ -91,6 +98,7 @@ class PartSharding(Strategy, ABC):
         super().release()
         self.parts.release()
         self._reductions.clear()
+        self._uses.clear()
 
     @contextmanager
     def next_part(self) -> Iterator[None]:
@@ -121,6 +129,8 @@ class PartSharding(Strategy, ABC):
                     "A unit of FSDP computed earlier parts of this update and not the last one, with batch_parts: its "
                     "gradients can't be completed. Let each part use all units, or wrap fewer modules."
                 )
+            for use in self._uses:
+                use.complete()
             self.parts.complete_update()
 
     def _drop(self) -> None:
@@ -149,6 +159,38 @@ class PartSharding(Strategy, ABC):
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``], at the end of an update."""
         if self.parts.is_update_complete:
             super().clip_grad_value(parameters, clip_value)
+
+
+@final
+class _Use:
+    """Which parameters of ``model`` the parts of an update use; torch gives the others gradients of zeros.
+
+    Args:
+        ranks: those that compute parts, or tokens of them.
+        shared: the parameters that others than ``ranks`` use too; they count as used.
+    """
+
+    def __init__(self, model: torch.nn.Module, ranks: World, shared: Container[torch.Tensor]) -> None:
+        self._ranks = ranks
+        trained = [pair for pair in unsharded_parameters(model) if pair[1].requires_grad and pair[0] not in shared]
+        self._shards = [shard for shard, _ in trained]
+        is_used = self._is_used = [False] * len(trained)  # on this rank
+
+        def hook(_: torch.Tensor, number: int) -> None:
+            is_used[number] = True
+
+        for number, (_, unsharded) in enumerate(trained):
+            unsharded.register_post_accumulate_grad_hook(partial(hook, number=number))
+
+    def complete(self) -> None:
+        """Drop the gradients of parameters that no part has used, as replicas do; a collective."""
+        found = torch.tensor(self._is_used, dtype=torch.uint8, device=self._ranks.device)
+        if self._ranks.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ranks.group)
+        if not all(self._is_used):  # else there is no need to wait for the device
+            for shard, is_used in zip(self._shards, found.tolist(), strict=True):
+                shard.grad = shard.grad if is_used else None
+        self._is_used[:] = [False] * len(self._is_used)
 
 
 @final

@@ -33,8 +33,9 @@ class PartStages(PartSharding, PipelineStrategy):
             )
         placed = super().place_model(model, precision, device_placement, evaluation_mode)
         if isinstance(placed, PipelinedModel) and placed is not model and not evaluation_mode:
+            shared = {parameter for name, parameter in placed.named_parameters() if name in placed.shared}
             for stage in placed.pipeline_schedule.stages.values():
-                self.sum_parts_of(stage, self.shard_mesh())
+                self.sum_parts_of(stage, self.shard_mesh(), shared=shared)
             self.parts.take_model(placed)
         return placed
 
