@@ -182,6 +182,19 @@ def test_a_distance_is_relative_and_finds_one_element() -> None:
     assert distance(whole, moments([1.0, -2.0, 3.0, float("nan")]), 0.0) == float("inf")
 
 
+@slow_for("several runs of a script", "corpus")
+def test_a_layout_that_hangs_is_ended_and_the_report_names_the_rank_the_others_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_HANG_SECONDS", "8")
+    sleep = "if accelerator.process_index == 1:\n                __import__('time').sleep(600)\n            "
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.replace("accelerator.backward(loss)", f"{sleep}accelerator.backward(loss)"))
+    assert main([str(script), "--layouts", "ranks2", "--num_steps", "2"]) == 2
+    said = capsys.readouterr().out
+    assert "the run 'ranks2' hangs:" in said and "Verdict: the others wait for rank 1, at train.py:" in said, said
+
+
 def test_an_error_of_the_script_is_shown_from_its_first_line_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,14 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
+from ....distributed import watchdog
 from ....errors import AccelerateError
 from ....ports import get_free_port
 from ....settings.env import snapshot
@@ -27,6 +30,11 @@ _SAME: Final = 1e-5
 _SAME_ON_TWO: Final = 1e-3
 _ROUNDED: Final = 5e-2
 _LIMIT_SECONDS: Final = 900
+#: Ranks without progress count as hung after so long, unless the environment says another time.
+_HANG_SECONDS: Final = 120
+_LOOK_SECONDS: Final = 0.5
+#: The last line of a report on hung ranks begins with it.
+_HANG_REPORT: Final = f"({watchdog.VARIABLE}=SECONDS"
 _NUM_LINES: Final = 40
 _TORCHRUN: Final = ("-m", "torch.distributed.run")
 _LAUNCH: Final = ("-m", "accelerate.commands.launch", "--cpu")
@@ -211,36 +219,50 @@ class Runs:
         return records
 
     def _run(self, title: str, command: list[str], refusal: Path) -> None:
-        environment = {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
+        environment = {watchdog.VARIABLE: str(_HANG_SECONDS)}
+        environment |= {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
         environment |= dict.fromkeys(_NO_DEVICES, "") | {"ACCELERATE_USE_CPU": "true", "PYTHONHASHSEED": "0"}
         environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG_FILE": os.devnull}
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
-        try:
-            run = subprocess.run(
-                [sys.executable, *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                errors="replace",
-                timeout=_LIMIT_SECONDS,
+        output = self.folder / f"output_{self._count}.txt"
+        with output.open("wb") as file:
+            run = subprocess.Popen(
+                [sys.executable, *command], env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL
             )
-        except subprocess.TimeoutExpired:
-            raise VerificationError(
-                f"{self.script}: the run '{title}' took longer than {_LIMIT_SECONDS} s. Give fewer steps "
-                "(--num_steps), or arguments that make it smaller, after --."
-            ) from None
+            why = _wait(run, output)
+        text = output.read_text(errors="replace").partition(_HANG_REPORT)[0]
+        said = "\n".join(text.rstrip().splitlines()[-_NUM_LINES:])
+        if why:
+            raise VerificationError(f"{self.script}: the run '{title}' {why}\n{said}".rstrip())
         if run.returncode != 0:
-            said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
             text = f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}"
             if f"\nusage: {self.script.name}" in f"\n{said}":  # of argparse
                 text += "\nGive the script's own arguments after --."
             if refusal.exists():
                 raise LayoutRefused(text, refusal.read_text())
             raise VerificationError(text)
+
+
+def _wait(run: subprocess.Popen[bytes], output: Path) -> str:
+    """Wait for the end of ``run``; return "" or why it was stopped."""
+    end = time.monotonic() + _LIMIT_SECONDS
+    try:
+        while time.monotonic() < end:
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(_LOOK_SECONDS)
+                return ""
+            if _HANG_REPORT in output.read_text(errors="replace"):
+                return "hangs:"
+        return (
+            f"took longer than {_LIMIT_SECONDS} s. Give fewer steps (--num_steps), or arguments that make it smaller, "
+            "after --."
+        )
+    finally:
+        if run.poll() is None:
+            run.kill()  # its ranks end with it
+            run.wait()
 
 
 def _torchrun(ranks: int) -> list[str]:
