@@ -22,7 +22,7 @@ from ..precision import Precision
 from ..settings.env import flag
 from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
-from ..torch_private.modules import has_hooks
+from ..torch_private.modules import gradient_hooks
 from ..training.oom_retry import Retryable, RetryMode
 from .base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from .compile import uncompiled
@@ -295,7 +295,7 @@ def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
         return False
     if torch.distributed.get_world_size(replica.process_group) <= 2:
         return False
-    return not any(has_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
+    return not any(gradient_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
         getattr(module, "sparse", False) for module in replica.modules()
     )
 

@@ -23,7 +23,6 @@ Snapshot = Callable[[Iterable[torch.Tensor]], Restore]
 
 _FLAT = "torch.distributed.fsdp._flat_param"
 _WRAPPER = "torch.distributed.fsdp._common_utils"
-_SETUP = "torch.distributed.fsdp._init_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
@@ -33,8 +32,12 @@ _SAVED = "_saved_grad_shard"  # sharded gradients from before passes without red
 _HOOK = "_post_backward_hook_state"
 _ACCUMULATED = "unsharded_accumulated_grad"
 _QUEUED = "_post_backward_callback_queued"
-# From torch 2.15 on it is the gradient of the unsharded parameter itself, and can't be set.
-_UNSHARDED_GRADIENT = (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param")
+_uses_unsharded_gradients = uses(
+    f"{_PARAMETER}:._unsharded_param",
+    f"{_PARAMETER}:.sharded_param",
+    # From torch 2.15 on it is the gradient of the unsharded parameter itself, and can't be set.
+    (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param"),
+)
 
 
 class FlatGradients(TypedDict, total=False):
@@ -377,11 +380,7 @@ def sharded_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     return [record.sharded_param for record in managed_parameters(model)]
 
 
-@uses(
-    f"{_PARAMETER}:._unsharded_param",
-    f"{_PARAMETER}:.sharded_param",
-    _UNSHARDED_GRADIENT,
-)
+@_uses_unsharded_gradients
 def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Restore:
     """Copy the gradients under ``fully_shard``, including unsharded ones; return a function that restores them."""
     managed = managed_parameters(model)
@@ -422,11 +421,7 @@ def unsharded_parameters(model: torch.nn.Module) -> list[tuple[torch.Tensor, tor
 
 # Up to torch 2.14, an unsharded gradient of another dtype than its parameter moves to an attribute beside it. From
 # torch 2.15 on it stays on the unsharded parameter, and the attribute only returns it.
-@uses(
-    f"{_PARAMETER}:._unsharded_param",
-    f"{_PARAMETER}:.sharded_param",
-    _UNSHARDED_GRADIENT,
-)
+@_uses_unsharded_gradients
 def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the unsharded gradients of passes without reduction, each after its parameter's shard.
 
@@ -446,11 +441,7 @@ def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.
     return found
 
 
-@uses(
-    f"{_PARAMETER}:._unsharded_param",
-    f"{_PARAMETER}:.sharded_param",
-    _UNSHARDED_GRADIENT,
-)
+@_uses_unsharded_gradients
 def set_unsharded_gradients(
     modules: Iterable[torch.nn.Module], gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 ) -> None:

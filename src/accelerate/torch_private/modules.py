@@ -32,12 +32,6 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 @uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter has a gradient hook or a post-accumulate hook."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-@uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """Return the parameter's gradient hooks and its post-accumulate hooks."""
     kept = parameter._backward_hooks, parameter._post_accumulate_grad_hooks

@@ -77,7 +77,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn("zero3_init_flag is only applicable for ZeRO stage 3: it is set to False.", stacklevel=4)
             self.zero3_init_flag = False
-        self._set_selected(False)
+        self._selected = False
         if self.enable_msamp:
             raise NotBuilt(
                 f"DeepSpeedPlugin asks for MS-AMP (enable_msamp, or ACCELERATE_FP8_BACKEND), {MSAMP_IS_GONE}"
@@ -279,17 +279,14 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             raise SettingError(
                 "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
             )
-        self._set_selected(True)
+        self._selected = True
         # By default, transformers shards models during construction, if it is installed.
         if self.is_zero3_init_enabled() and is_installed("transformers"):
             self.set_deepspeed_weakref()
 
     def _unselect(self) -> None:
-        self._set_selected(False)
+        self._selected = False
         self.dschf = None
-
-    def _set_selected(self, value: bool) -> None:
-        self._selected = value
 
     @property
     def selected(self) -> bool:

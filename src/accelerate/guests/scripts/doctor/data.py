@@ -6,11 +6,11 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ..migrate.source import dotted, targets
+from ..migrate.source import argument, dotted, keyword, targets
 from ..migrate.survey import LOADER, SCHEDULER, Symbol
 from .output import is_bar
 from .processes import RANK, Processes
-from .subject import Place, Subject, argument, at, keyword
+from .subject import Place, Subject, at
 
 _SPLITS: Final = {
     "torch.utils.data.random_split": "generator",
@@ -86,7 +86,7 @@ def _splits(subject: Subject) -> Iterator[ast.Call]:
         own = _SPLITS.get(path)
         if own is not None and not (own and keyword(call, own) is not None) and not in_step:
             yield call
-    for call, _ in subject.methods("train_test_split"):
+    for call, _ in subject.script.methods("train_test_split"):
         is_seeded = keyword(call, "seed") is not None or keyword(call, "random_state") is not None
         if not is_seeded and subject.script.path(call.func) not in _SPLITS:
             yield call
@@ -175,7 +175,7 @@ def length_for_schedule(subject: Subject, _: Processes) -> Iterator[Place]:
 def schedule_of_epochs(subject: Subject, _: Processes) -> Iterator[Place]:
     if any(each.arg in _ONE_STEP for each in subject.script.nodes(ast.keyword)):
         return
-    for call, owner in subject.methods("step"):
+    for call, owner in subject.script.methods("step"):
         repeats = any(subject.survey.trains(loop) for loop in subject.loops_around(call))
         if call.args or not repeats or subject.is_in_batch_loop(call):
             continue

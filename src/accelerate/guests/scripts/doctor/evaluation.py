@@ -29,7 +29,7 @@ def part_of_the_data(subject: Subject, processes: Processes) -> Iterator[Place]:
     for loop in _evaluations(subject):
         scope = subject.script.scope(loop.node)
         adds = any(isinstance(node, ast.AugAssign) for node in ast.walk(loop.node))
-        collects = adds or any(subject.methods(*_COLLECTS, inside=loop.node))
+        collects = adds or any(subject.script.methods(*_COLLECTS, inside=loop.node))
         names = {(method(call) or (dotted(call.func),))[0] for call in processes.run_by(scope)}
         if collects and not names & set(_GATHERS):
             yield at(loop.node)

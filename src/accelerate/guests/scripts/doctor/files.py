@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ..migrate.source import dotted, method
+from ..migrate.source import argument, dotted, method
 from ..migrate.survey import MODEL
 from .processes import RANK, Processes
-from .subject import Place, Subject, argument, at
+from .subject import Place, Subject, at
 
 _WRITES: Final = frozenset(
     {
@@ -67,7 +67,7 @@ def removed_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 
 def state_of_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call, owner in subject.methods("state_dict", "save_pretrained"):
+    for call, owner in subject.script.methods("state_dict", "save_pretrained"):
         if not subject.is_ahead_of_prepare(call) and subject.is_prepared(owner, MODEL):
             yield at(call, name=ast.unparse(owner))
     for call in subject.calls:
@@ -90,13 +90,13 @@ def loaded_before_prepare(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def loaded_into_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call, owner in subject.methods("load_state_dict"):
+    for call, owner in subject.script.methods("load_state_dict"):
         if subject.is_prepared(owner, MODEL) and subject.is_behind_prepare(call):
             yield at(call, name=ast.unparse(owner))
 
 
 def read_without_waiting(subject: Subject, processes: Processes) -> Iterator[Place]:
-    waits = [call.lineno for call, _ in subject.methods(*_WAITS)]
+    waits = [call.lineno for call, _ in subject.script.methods(*_WAITS)]
     for write in subject.calls:
         path = _path(write)
         if not path or not _is_write(subject, write) or processes.guard(write) is None:

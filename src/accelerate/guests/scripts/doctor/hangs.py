@@ -56,7 +56,7 @@ def loop_left_by_one(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 
 def step_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
-    for call, owner in subject.methods("step"):
+    for call, owner in subject.script.methods("step"):
         if subject.role(owner) in ("optimizer", "scheduler") and processes.guard(call) is not None:
             yield at(call, name=ast.unparse(call.func))
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ..migrate.source import dotted, method
+from ..migrate.source import dotted, keyword, method
 from .processes import RANK, Processes
-from .subject import Place, Subject, at, keyword
+from .subject import Place, Subject, at
 
 _TRACKERS: Final = frozenset({"wandb.init", "mlflow.start_run", "SummaryWriter", "neptune.init_run", "Task.init"})
 

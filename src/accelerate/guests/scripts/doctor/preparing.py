@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ..migrate.source import dotted, method, targets
+from ..migrate.source import argument, dotted, method, targets
 from ..migrate.survey import LOADER, MODEL, OPTIMIZER, SCHEDULER, Symbol
 from .processes import Processes
-from .subject import Place, Subject, argument, arguments, at
+from .subject import Place, Subject, arguments, at
 
 Check = Callable[[Subject, Processes], Iterator[Place]]
 _USED_BY: Final = ("step", "zero_grad", "parameters", "train", "eval")
@@ -39,7 +39,7 @@ def unprepared(role: str) -> Check:
 
 
 def _steps_with_batches(subject: Subject, scheduler: Symbol) -> bool:
-    steps = [call for call, owner in subject.methods("step") if scheduler in subject.roots(owner)]
+    steps = [call for call, owner in subject.script.methods("step") if scheduler in subject.roots(owner)]
     return not steps or any(map(subject.is_in_batch_loop, steps))
 
 

@@ -235,8 +235,7 @@ class Processes:
     def is_answered(self, call: ast.Call, guard: ast.If) -> bool:
         """Return whether the other branch of a condition makes the same call."""
         mine = self.script.path(call.func).rpartition(".")[2]
-        branches = [guard.body, guard.orelse]
-        others = [branch for branch in branches if not any(call in ast.walk(each) for each in branch)]
+        others = [branch for branch in (guard.body, guard.orelse) if not any(call in ast.walk(each) for each in branch)]
         return any(
             self.script.path(each.func).rpartition(".")[2] == mine
             for branch in others

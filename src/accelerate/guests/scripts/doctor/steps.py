@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ..migrate.source import dotted, method
+from ..migrate.source import dotted, keyword, method
 from ..migrate.survey import MODEL, OPTIMIZER
 from .processes import Processes
-from .subject import Place, Subject, at, keyword
+from .subject import Place, Subject, at
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_")
 _AUTOCAST: Final = ("torch.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast")
@@ -70,7 +70,7 @@ def window_counted_twice(subject: Subject, _: Processes) -> Iterator[Place]:
 
 def _counted_steps(subject: Subject) -> Iterator[Place]:
     """Yield the steps under ``if step % n == 0:``."""
-    for call, owner in subject.methods("step"):
+    for call, owner in subject.script.methods("step"):
         if subject.role(owner) != OPTIMIZER or not subject.loops_around(call):
             continue
         for outer in subject.script.ancestors(call):
@@ -114,7 +114,7 @@ def step_outside_window(subject: Subject, _: Processes) -> Iterator[Place]:
         for statement in subject.script.block(window):
             if statement.lineno <= (window.end_lineno or 0):
                 continue
-            for step, owner in subject.methods("step", inside=statement):
+            for step, owner in subject.script.methods("step", inside=statement):
                 if subject.role(owner) == OPTIMIZER:
                     yield at(step, name=ast.unparse(step.func))
 
@@ -127,12 +127,11 @@ def _following(subject: Subject, *names: str) -> Iterator[tuple[ast.Call, str, s
 
     Each comes with the name of its object, and the optimizers that step before it and after it.
     """
-    calls = {id(call) for call in subject.survey.backwards}
     for backward in subject.survey.backwards:
         statement, found = subject.script.statement(backward), list[tuple[ast.Call, str, str]]()
         later = [each for each in subject.script.block(statement) if each.lineno > statement.lineno]
         for call in (call for each in later for call in subject.script.nodes(ast.Call, each)):
-            if id(call) in calls:
+            if call in subject.survey.backwards:
                 break
             name, owner = method(call) or ("", call)
             if name != "step" or subject.role(owner) == OPTIMIZER:
@@ -159,7 +158,7 @@ def clipped_after_step(subject: Subject, _: Processes) -> Iterator[Place]:
 def never_zeroed(subject: Subject, _: Processes) -> Iterator[Place]:
     if subject.uses("zero_grad") or not subject.survey.backwards:
         return
-    for call, owner in subject.methods("step"):
+    for call, owner in subject.script.methods("step"):
         if subject.role(owner) == OPTIMIZER and subject.loops_around(call) and not call.args:
             yield at(call, name=ast.unparse(owner))
             return
@@ -182,7 +181,7 @@ def scaler_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def never_trained_again(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call, owner in subject.methods("eval"):
+    for call, owner in subject.script.methods("eval"):
         if call.args or subject.role(owner) != MODEL or not subject.roots(owner) & subject.prepared:
             continue
         function = subject.script.scope(call)

@@ -13,6 +13,7 @@ from ..migrate.source import (
     Scope,
     Script,
     dotted,
+    keyword,
     method,
     pairs,
     parameters,
@@ -119,9 +120,8 @@ class Subject:
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name's value has this role and is passed to `prepare`."""
-        symbol = self.survey.symbol(node)
-        values = [] if symbol is None else [value for _, value, _ in self.survey.assignments(symbol)]
-        if any((method(value) or ("",))[0] == "unwrap_model" for value in values):
+        assigned = self.survey.assignments(self.survey.symbol(node))
+        if any((method(value) or ("",))[0] == "unwrap_model" for _, value, _ in assigned):
             return False
         return bool(self.roots(node) & self.prepared) and self.role(node) == role
 
@@ -143,13 +143,6 @@ class Subject:
             found = method(call)
             if found is not None and found[0] in names and dotted(found[1]) in self.accelerators:
                 yield call
-
-    def methods(self, *names: str, inside: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield the calls of methods with these names, each with its object."""
-        for call in self.script.nodes(ast.Call, inside):
-            found = method(call)
-            if found is not None and found[0] in names:
-                yield call, found[1]
 
     def uses(self, *names: str) -> bool:
         """Return whether the script calls a function or a method with one of these names."""
@@ -218,7 +211,7 @@ class Subject:
             counted = isinstance(node.iter, ast.Call) and dotted(node.iter.func) == "enumerate"
             for place, target in enumerate(targets(node)):
                 define(target, Definition(node, None if counted and place == 0 else node.iter))
-        for call, owner in self.methods(*_GROWS):
+        for call, owner in self.script.methods(*_GROWS):
             if call.args:
                 define(owner, Definition(call, call.args[0], None, True))
         for call in self.calls:
@@ -289,7 +282,7 @@ class Subject:
             if not definition.adds and definition.position is None and not isinstance(definition.node, ast.For):
                 return self.constant(definition.value, depth + 1)
         name = dotted(node).rpartition(".")[2]
-        for call, _ in self.methods("add_argument") if isinstance(node, ast.Attribute) else ():
+        for call, _ in self.script.methods("add_argument") if isinstance(node, ast.Attribute) else ():
             flag = self.constant(call.args[0]) if call.args else ""
             if isinstance(flag, str) and flag.lstrip("-").replace("-", "_") == name:
                 return self.constant(keyword(call, "default"), depth + 1)
@@ -354,16 +347,6 @@ class Subject:
         return any(self.roots(name) & self.prepared for name in self.read_names(node))
 
 
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the value of a keyword argument, if it is given."""
-    return next((each.value for each in call.keywords if each.arg == name), None)
-
-
-def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    """Return an argument that is given by its name or its position."""
-    return keyword(call, name) or (call.args[position] if position < len(call.args) else None)
-
-
 def _is_done(node: ast.AST, outer: set[ast.AST]) -> bool:
     """Return whether a definition isn't the statement whose value is being asked for."""
     return node not in outer or isinstance(node, (ast.For, ast.FunctionDef, ast.AsyncFunctionDef))
@@ -387,4 +370,4 @@ def _named(name: str, node: ast.AST, script: Script) -> ast.expr:
     return expression
 
 
-__all__ = ["Definition", "Place", "Scope", "Subject", "argument", "arguments", "at", "keyword"]
+__all__ = ["Definition", "Place", "Scope", "Subject", "arguments", "at"]

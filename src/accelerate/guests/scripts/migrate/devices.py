@@ -89,7 +89,7 @@ def _is_mapping(plan: Plan, node: ast.expr) -> bool:
     """Return whether a value is ``{"cuda:0": "cuda:1"}``, directly or in the assignment of its name."""
     if isinstance(node, ast.Dict):
         return True
-    assigned = plan.survey.assignments(symbol) if (symbol := plan.survey.symbol(node)) is not None else []
+    assigned = plan.survey.assignments(plan.survey.symbol(node))
     return bool(assigned) and all(isinstance(value, ast.Dict) for _, value, _ in assigned)
 
 
@@ -122,7 +122,7 @@ def is_model(plan: Plan, node: ast.expr) -> bool:
     if dotted(node):
         return plan.is_prepared(node, MODEL)
     statement = plan.script.statement(node)
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not any(value is not None for value in [node]):
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return False
     for target, value in pairs(statement):
         if any(each is node for each in ast.walk(value)) and plan.survey.role(node) == "model":
@@ -146,7 +146,7 @@ def is_in_prepared_loop(plan: Plan, node: ast.AST, what: ast.expr) -> bool:
     """Return whether ``what`` is part of a batch of a prepared loader."""
     for loop in plan.survey.loops:
         if any(outer is loop.node for outer in plan.script.ancestors(node)) and loop.loaders <= set(plan.names(LOADER)):
-            names = set(loop.batch_names) | _comprehended(plan, node, loop.batch_names)
+            names = loop.batch_names | _comprehended(plan, node, loop.batch_names)
             if derived(what, names):
                 return True
     return False
@@ -174,7 +174,6 @@ def _batch_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
     """Return whether a statement only moves names: ``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for ...}``."""
     for target, value in pairs(statement):
-        inner = value
         if isinstance(value, (ast.DictComp, ast.ListComp)) and len(value.generators) == 1:
             source = value.generators[0].iter
             of = method(source)
@@ -183,9 +182,7 @@ def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
             if name != dotted(target) or method(moved) is None or value.generators[0].ifs:
                 return False
             continue
-        if isinstance(inner, (ast.Tuple, ast.List)):
-            return False
-        method_call = method(inner)
+        method_call = method(value)
         if (
             method_call is None
             or method_call[0] not in ("to", "cuda")
@@ -206,9 +203,7 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
         made = value.body if isinstance(value, ast.IfExp) else value
         if "device" not in name.lower() and not isinstance(made, (ast.Call, ast.JoinedStr)):
             continue
-        if value is not getattr(statement, "value", None) and not isinstance(
-            getattr(statement, "value", None), ast.Tuple
-        ):
+        if value is not statement.value and not isinstance(statement.value, ast.Tuple):
             continue
         uses = [
             node
@@ -252,6 +247,5 @@ def _is_name(node: ast.expr) -> bool:
 
 def _is_written_as_text(plan: Plan, name: ast.expr) -> bool:
     """Return whether a name is declared as a string, and so becomes one."""
-    symbol = plan.survey.symbol(name)
-    made = plan.survey.assignments(symbol) if symbol is not None else []
+    made = plan.survey.assignments(plan.survey.symbol(name))
     return any(isinstance(each, ast.AnnAssign) and dotted(each.annotation) == "str" for each, _, _ in made)

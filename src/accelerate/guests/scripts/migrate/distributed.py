@@ -7,7 +7,7 @@ from typing import Final
 
 from . import samplers
 from .plan import MODEL, Plan
-from .source import dotted, method, pairs, parameters, targets
+from .source import argument, dotted, method, parameters, targets
 from .survey import Symbol
 
 _NUMBERS: Final = {
@@ -104,13 +104,8 @@ def _switches(plan: Plan) -> None:
         if name and sets_up:
             found.setdefault(name, node)
     for name, node in found.items():
-        made = [
-            (target, value)
-            for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
-            for target, value in pairs(statement)
-            if dotted(target) == name
-        ]
-        for _, value in made:
+        made = plan.script.values_of(name)
+        for value in made:
             plan.replace(value, f"{plan.accelerator}.use_distributed", "whether there are several processes")
         if not made and name not in parameters(plan.script.scope(node)):
             plan.note(node, f"`{name}` switches what only several processes need, and isn't set in this script. Make "
@@ -119,10 +114,9 @@ def _switches(plan: Plan) -> None:
 
 def _inner_models(plan: Plan) -> None:
     """Replace ``model.module`` and ``model.no_sync()`` of a wrapped model."""
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is not None and method_call[0] == "no_sync" and is_trained(plan, method_call[1]):
-            text = f"{plan.accelerator}.no_sync({plan.script.text_of(method_call[1])})"
+    for call, owner in plan.script.methods("no_sync"):
+        if is_trained(plan, owner):
+            text = f"{plan.accelerator}.no_sync({plan.script.text_of(owner)})"
             plan.replace(call, text, "gradients stay here, whatever the model is wrapped in")
     for node in plan.script.nodes(ast.Attribute):
         if node.attr == "module" and isinstance(node.ctx, ast.Load) and is_trained(plan, node.value):
@@ -210,9 +204,7 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
     elif last == "barrier":
         plan.replace(call, f"{plan.accelerator}.wait_for_everyone()", "every process has arrived")
     elif last in ("all_reduce", "reduce") and is_whole and call.args:
-        operation = next((keyword.value for keyword in call.keywords if keyword.arg == "op"), None)
-        if operation is None and len(call.args) > (1 if last == "all_reduce" else 2):
-            operation = call.args[1 if last == "all_reduce" else 2]
+        operation = argument(call, "op", 1 if last == "all_reduce" else 2)
         name = "SUM" if operation is None else plan.script.path(operation).rpartition(".")[2]
         if name in _REDUCTIONS and isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)):
             what = plan.script.text_of(call.args[0])
@@ -242,14 +234,7 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
     """Replace ``mp.spawn(worker, args=(a, b), nprocs=n)`` by ``worker(rank, a, b)`` in each process."""
     if not call.args:
         return
-    given = next(
-        (keyword.value for keyword in call.keywords if keyword.arg == "args"),
-        call.args[1] if len(call.args) > 1 else None,
-    )
-    count = next(
-        (keyword.value for keyword in call.keywords if keyword.arg == "nprocs"),
-        call.args[2] if len(call.args) > 2 else None,
-    )
+    given, count = argument(call, "args", 1), argument(call, "nprocs", 2)
     size = f"{plan.accelerator}.num_processes"
     arguments = [f"{plan.accelerator}.process_index"]
     if isinstance(given, (ast.Tuple, ast.List)):

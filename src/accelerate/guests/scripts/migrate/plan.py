@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -143,16 +144,15 @@ class Plan:
 
     def is_after_training(self, statement: ast.stmt) -> bool:
         """Return whether the last training of a scope is over before a statement, so that it makes a fresh object."""
-        scope = self.script.scope(statement)
-        training = [
-            each
-            for each in self.script.nodes(ast.stmt, scope)
-            if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            and self.script.scope(each) is scope
-            and self.survey.trains(each)
-        ]
-        ends = [each.end_lineno or each.lineno for each in training]
+        ends = [each.end_lineno or each.lineno for each in self.training_in(self.script.scope(statement))]
         return bool(ends) and max(ends) < statement.lineno
+
+    def training_in(self, scope: Scope) -> Iterator[ast.stmt]:
+        """Yield the statements of a scope in which a backward runs, without nested functions."""
+        for statement in self.script.nodes(ast.stmt, scope):
+            is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            if not is_definition and self.script.scope(statement) is scope and self.survey.trains(statement):
+                yield statement
 
     def names(self, role: str) -> list[Symbol]:
         """Return the prepared objects of one role."""
@@ -198,8 +198,7 @@ class Plan:
         return all(isinstance(self.script.statement(use), ast.Expr) for use in uses)
 
     def _remove_function(self, function: Function, name: str) -> None:
-        why = self._why_inside(function)
-        self.remove(function, why)
+        self.remove(function, self._why_inside(function))
         for use in ast.walk(self.script.tree):
             if isinstance(use, ast.Name) and use.id == name:
                 self.remove(self.script.statement(use), f"{name}() is gone")
@@ -208,9 +207,8 @@ class Plan:
         """Return the removed statements as edits."""
         found = [edit for node in self.script.nodes(ast.If) for edit in self._else_branch(node)]
         for statement, why in self.removed.items():
-            if any(outer in self.removed for outer in self.script.ancestors(statement)):
-                continue
-            found.append(self._removal(statement, why))
+            if not any(outer in self.removed for outer in self.script.ancestors(statement)):
+                found.append(self._removal(statement, why))
         return found
 
     def _else_branch(self, node: ast.If) -> list[Edit]:

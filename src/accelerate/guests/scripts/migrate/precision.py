@@ -7,7 +7,7 @@ import builtins
 from typing import Final
 
 from .plan import Plan
-from .source import Script, dotted, method, targets
+from .source import Script, dotted, keyword, method, targets
 from .survey import SCALER, Symbol
 
 _HALVES: Final = {
@@ -64,7 +64,7 @@ def _entered_elsewhere(plan: Plan, call: ast.Call) -> bool:
     ]
     if entered and all(node in entered for node in uses):
         for symbol in names:
-            for statement, value, _ in plan.survey.assignments(symbol) if symbol is not None else ():
+            for statement, value, _ in plan.survey.assignments(symbol):
                 if getattr(statement, "value", None) is value:
                     plan.remove(statement, _WHY)
     return bool(entered)
@@ -90,11 +90,9 @@ def _bracketed(text: str) -> str:
 
 def _text_of_dtype(plan: Plan, call: ast.Call) -> str:
     arguments = call.args[1:] if plan.script.path(call.func) == _PARTIAL else call.args
-    given = next((keyword.value for keyword in call.keywords if keyword.arg == "dtype"), None)
-    if given is None and len(arguments) > 1:
-        given = arguments[1]
+    given = keyword(call, "dtype") or (arguments[1] if len(arguments) > 1 else None)
     if given is None:
-        device = arguments[0] if arguments else next((w.value for w in call.keywords if w.arg == "device_type"), None)
+        device = arguments[0] if arguments else keyword(call, "device_type")
         on_host = isinstance(device, ast.Constant) and device.value == "cpu"
         return '"bf16"' if on_host or ".cpu." in plan.script.path(call.func) else '"fp16"'
     found = _half(plan, given)
@@ -119,7 +117,7 @@ def _half(plan: Plan, node: ast.expr, depth: int = 0) -> str | None:
         key = text_at_root(plan, node.slice)
         items = [f"{name}: {value}" for name, value in zip(keys, values, strict=True) if name and value]
         return f"{{{', '.join(items)}}}[{key}]" if key and len(items) == len(values) else None
-    made = plan.survey.assignments(symbol) if (symbol := plan.survey.symbol(node)) is not None and depth < 4 else []
+    made = plan.survey.assignments(plan.survey.symbol(node)) if depth < 4 else []
     if len(made) == 2 and isinstance(test := plan.script.parents[made[1][0]], ast.If):
         return _choice(plan, test.test, *(_half(plan, value, depth + 1) for _, value, _ in reversed(made)))
     return _half(plan, made[0][1], depth + 1) if len(made) == 1 else None
@@ -134,7 +132,7 @@ def _choice(plan: Plan, test: ast.expr, first: str | None, second: str | None) -
 
 def _conditions(plan: Plan, call: ast.Call) -> list[str]:
     """Return the conditions of an autocast: its `enabled`, and those of the branches around it."""
-    enabled = next((keyword.value for keyword in call.keywords if keyword.arg == "enabled"), None)
+    enabled = keyword(call, "enabled")
     tests: list[tuple[ast.expr, bool]] = [] if enabled is None else [(enabled, True)]
     node: ast.AST = call
     for outer in plan.script.ancestors(call):
@@ -182,15 +180,11 @@ def _condition(plan: Plan, test: ast.expr) -> str | None:
         if named and named[0] in ("cpu", "cuda") and any("device" in dotted(each) for each in sides):
             is_cuda = (named[0] == "cuda") == isinstance(test.ops[0], (ast.Eq, ast.In))
             return _ON_GPU if is_cuda else f"not {_ON_GPU}"
-        if isinstance(test.ops[0], ast.IsNot) and _is_scaler(plan, test.left):
+        if isinstance(test.ops[0], ast.IsNot) and plan.survey.may_be(test.left, SCALER):
             return _scaler_condition(plan, test.left)
-    if _is_scaler(plan, test):
+    if plan.survey.may_be(test, SCALER):
         return _scaler_condition(plan, test)
     return text_at_root(plan, test)
-
-
-def _is_scaler(plan: Plan, node: ast.expr) -> bool:
-    return any(plan.survey.role_of(root) == SCALER for root in plan.survey.roots(plan.survey.symbol(node)))
 
 
 def _scaler_condition(plan: Plan, scaler: ast.expr) -> str | None:

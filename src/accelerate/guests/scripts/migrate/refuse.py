@@ -13,7 +13,7 @@ from .distributed import is_by_hand
 from .evaluation import adds_up, collected
 from .plan import Plan
 from .samplers import is_kept, sampler_of
-from .source import Edit, Placed, Scope, Script, chosen, dotted, method, pairs, targets
+from .source import Edit, Placed, Script, chosen, dotted, keyword, method, targets
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, Survey
 
 _OTHERS: Final = {
@@ -69,27 +69,24 @@ def check(script: Script, survey: Survey) -> None:
         if path in ("torch.multiprocessing.Process", "multiprocessing.Process") and _trains(survey, node):
             raise _refused(script, node, "it starts its training processes one by one; call the worker function "
                            "directly and let `accelerate launch` start the processes")  # fmt: skip
-    if not survey.backwards:
+    if survey.backwards:
+        _check_optimizers(script, survey)
+    else:
         _check_evaluation(script, survey)
-        _check_placing(script)
-        return
-    _check_optimizers(script, survey)
     _check_placing(script)
 
 
 def _check_optimizers(script: Script, survey: Survey) -> None:
     """Raise unless there is an optimizer with a module's parameters, at the line of its creation."""
     if not survey.trained[OPTIMIZER]:
-        for call in script.nodes(ast.Call):
-            found = method(call)
-            if found is not None and found[0] in _CHANGES and _is_data(found[1]):
+        for call, owner in script.methods(*_CHANGES):
+            if _is_data(owner):
                 raise _refused(script, call, "weights are changed by hand here, and no optimizer was recognised. Use "
                                "`torch.optim.SGD(model.parameters(), lr=lr)` and `optimizer.step()`")  # fmt: skip
         stepped = [
             statement
-            for call in script.nodes(ast.Call)
-            if (found := method(call)) is not None and found[0] == "zero_grad"
-            for root in survey.roots(survey.symbol(found[1]))
+            for _, owner in script.methods("zero_grad")
+            for root in survey.roots(survey.symbol(owner))
             for statement, _, _ in survey.assignments(root)
         ]
         raise _refused(script, (stepped or survey.backwards)[0], "no optimizer was recognised (one of torch.optim) for "
@@ -170,14 +167,8 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         start = script.start(node)
         return not plan.is_removed(node) and not any(first <= start < end for first, end in covered)
 
-    for call in script.nodes(ast.Call):
-        found = method(call)
-        if (
-            found is not None
-            and found[0] in ("parameters", "named_parameters")
-            and dotted(found[1]) == "self"
-            and any(symbol.name == "self" for symbol in plan.names(MODEL))
-        ):
+    for call, owner in script.methods("parameters", "named_parameters"):
+        if dotted(owner) == "self" and any(symbol.name == "self" for symbol in plan.names(MODEL)):
             raise _refused(script, call, "the model trains itself: its own methods would bypass the wrapper that "
                            "prepare() returns. Move the loop out of the class")  # fmt: skip
     around = bypassing(plan)
@@ -191,14 +182,14 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
                            f"through the loader of line {call.lineno}, so every process would train on all of it. "
                            "Write `for batch in loader:` here, with the loader's own name or parameter")  # fmt: skip
     for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
-        keeps = any(keyword.arg == "retain_graph" and _is_constant(keyword.value, True) for keyword in call.keywords)
+        keeps = _is_constant(keyword(call, "retain_graph"), True)
         if keeps and not is_by_hand(plan):
             raise _refused(script, call, "a second backward pass goes through the same forward pass, and gradients "
                            "are averaged in the first one. Add the losses and call backward() once")  # fmt: skip
     if not is_by_hand(plan):
         return
     for call in script.nodes(ast.Call):
-        given = next((keyword.value for keyword in call.keywords if keyword.arg == "sampler"), None)
+        given = keyword(call, "sampler")
         if given is None or sampler_of(plan, given) is None or plan.survey.role(call) != LOADER:
             continue
         if not any(symbol in {*plan.names(LOADER), *plan.divided} for symbol in plan.survey.bound(call)):
@@ -269,16 +260,8 @@ def _trained_between(plan: Plan, first: ast.stmt, second: ast.stmt) -> bool:
     return any(
         (first.end_lineno or 0) < statement.lineno <= second.lineno
         and (isinstance(statement, (ast.For, ast.While)) or (statement.end_lineno or 0) < second.lineno)
-        for statement in _training(plan, plan.script.scope(second))
+        for statement in plan.training_in(plan.script.scope(second))
     )
-
-
-def _training(plan: Plan, scope: Scope) -> Iterator[ast.stmt]:
-    """Yield the statements of a scope in which a backward runs, without nested functions."""
-    for statement in plan.script.nodes(ast.stmt, scope):
-        is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        if not is_definition and plan.script.scope(statement) is scope and plan.survey.trains(statement):
-            yield statement
 
 
 def _check_unfreezing(plan: Plan) -> None:
@@ -288,9 +271,8 @@ def _check_unfreezing(plan: Plan) -> None:
         for statement in plan.script.nodes(ast.Assign)
         if any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
     ]
-    for call in plan.script.nodes(ast.Call):
-        if (method(call) or ("",))[0] == "requires_grad_":
-            changes.append((call, call.args[0] if call.args else None))
+    for call, _ in plan.script.methods("requires_grad_"):
+        changes.append((call, call.args[0] if call.args else None))
     frozen = [node for node, value in changes if not _is_constant(value, True) and value is not None]
     freed = [node for node, value in changes if not _is_constant(value, False)]
     if any(not is_late for node in frozen for _, is_late in _places(plan, node)):
@@ -318,19 +300,14 @@ def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
             any(
                 (statement.end_lineno or 0) < place.lineno
                 or (isinstance(statement, (ast.For, ast.While)) and id(statement) in outer)
-                for statement in _training(plan, plan.script.scope(place))
+                for statement in plan.training_in(plan.script.scope(place))
             ),
         )
 
 
 def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
     """Return whether a name is a function's parameter, or is always assigned a value of the Accelerator."""
-    values = [
-        value
-        for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
-        for target, value in pairs(statement)
-        if dotted(target) == name
-    ]
+    values = plan.script.values_of(name)
     if not values:
         return "." not in name
     left = [value for value in values if stays(value)]

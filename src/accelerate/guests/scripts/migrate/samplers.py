@@ -71,8 +71,7 @@ def _divided_data(plan: Plan, node: ast.expr) -> str:
 def _is_sampler(plan: Plan, node: ast.expr) -> bool:
     if isinstance(node, ast.Attribute) and node.attr == "sampler":
         return True
-    roots = plan.survey.roots(plan.survey.symbol(node))
-    return any(plan.survey.role_of(root) == SAMPLER for root in roots) or "sampler" in dotted(node).lower()
+    return plan.survey.may_be(node, SAMPLER) or "sampler" in dotted(node).lower()
 
 
 def sampler_of(plan: Plan, node: ast.expr | None) -> ast.Call | None:

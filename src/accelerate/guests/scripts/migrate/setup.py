@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from .creation import Home, find_home
 from .distributed import is_by_hand
 from .plan import LOADER, PREPARED, Plan, UsePoint
-from .source import Edit, Placed, Scope, chosen, dotted, first_line, method, parameters
+from .source import Edit, Placed, Scope, chosen, dotted, first_line, parameters
 from .survey import Symbol
 
 _WIDTH: Final = 100
@@ -98,15 +98,13 @@ def _insertion_point(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Inserti
     made = [each for each in made if not plan.is_after_training(each)] or made
     if not made:
         return _insertion_point_of_arguments(plan, scope, symbols)
-    block, index = _common(plan, made)
-    anchor = index
-    for number in range(index + 1, len(block)):
+    block, anchor = _common(plan, made)
+    for number in range(anchor + 1, len(block)):
         if plan.survey.trains(block[number]) and isinstance(block[number], (ast.For, ast.While)):
             break
         if _loads(plan, block[number], symbols):
             anchor = number
-    statement = block[anchor]
-    return after(plan, statement)
+    return after(plan, block[anchor])
 
 
 def _insertion_point_of_arguments(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
@@ -144,17 +142,11 @@ def _chain(plan: Plan, statement: ast.stmt) -> list[tuple[list[ast.stmt], int]]:
     return found
 
 
-def _loads(plan: Plan, statement: ast.stmt, symbols: Iterable[Symbol]) -> bool:
+def _loads(plan: Plan, statement: ast.stmt, symbols: Sequence[Symbol]) -> bool:
     """Return whether a statement loads saved state into one of the objects."""
-    for call in ast.walk(statement):
-        method_call = method(call)
-        if method_call is not None and method_call[0] == "load_state_dict":
-            symbol = plan.survey.symbol(method_call[1])
-            if (symbol is not None and symbol in symbols) or any(
-                dotted(method_call[1]) == each.name for each in symbols
-            ):
-                return True
-    return False
+    names = [symbol.name for symbol in symbols]
+    owners = (owner for _, owner in plan.script.methods("load_state_dict", inside=statement))
+    return any(plan.survey.symbol(owner) in symbols or dotted(owner) in names for owner in owners)
 
 
 def _is_text(statement: ast.stmt) -> bool:

@@ -133,6 +133,18 @@ class Script:
             self._found[kind] = found
         return found
 
+    def methods(self, *names: str, inside: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Yield the calls of methods with these names, each with its object."""
+        for call in self.nodes(ast.Call, inside):
+            found = method(call)
+            if found is not None and found[0] in names:
+                yield call, found[1]
+
+    def values_of(self, name: str) -> list[ast.expr]:
+        """Return the values that statements anywhere in the script assign to a name."""
+        assigned = (pair for each in self.nodes((ast.Assign, ast.AnnAssign)) for pair in pairs(each))
+        return [value for target, value in assigned if dotted(target) == name]
+
     # -- names ---------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -186,6 +198,16 @@ def method(call: ast.AST) -> tuple[str, ast.expr] | None:
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         return call.func.attr, call.func.value
     return None
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the value of a keyword argument, if it is given."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    """Return an argument that is given by its name or its position."""
+    return keyword(call, name) or (call.args[position] if position < len(call.args) else None)
 
 
 def targets(statement: ast.AST) -> list[ast.expr]:

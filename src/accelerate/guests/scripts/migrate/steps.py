@@ -43,15 +43,9 @@ def _scaled(plan: Plan, loss: ast.expr) -> ast.expr | None:
 def is_scaler(plan: Plan, node: ast.AST) -> bool:
     """Return whether a name refers to a gradient scaler."""
     symbol = plan.survey.symbol(node)
-    roots = plan.survey.roots(symbol)
-    made = any(plan.survey.role_of(root) == SCALER for root in roots)
-    return made or (
-        symbol is not None and symbol.name.rpartition(".")[2].endswith("scaler") and not _is_made(plan, roots)
-    )
-
-
-def _is_made(plan: Plan, roots: set[Symbol]) -> bool:
-    return any(plan.survey.is_defined(root) for root in roots)
+    is_named = symbol is not None and symbol.name.rpartition(".")[2].endswith("scaler")
+    is_unknown = is_named and not any(map(plan.survey.is_defined, plan.survey.roots(symbol)))
+    return is_unknown or plan.survey.may_be(node, SCALER)
 
 
 def _backward(plan: Plan, call: ast.Call) -> None:
@@ -133,8 +127,7 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
     ]
     if others or is_choice:
         plan.replace(value, f"{plan.accelerator}.scaler", "the Accelerator's own scaler; None unless it runs in fp16")
-        others = [node for node in others if not is_choice]
-        for node in others[:1]:
+        for node in [] if is_choice else others[:1]:
             plan.note(node, f"`{symbol.name}` is used here besides stepping. It is None unless the run is in fp16.")
     else:
         plan.remove(statement, "the Accelerator scales losses where fp16 needs it")
@@ -147,14 +140,8 @@ def _accumulation(plan: Plan) -> None:
     """Add a note about hand-written accumulation, which stays correct but synchronises in every micro-batch."""
     for node in plan.script.nodes(ast.If):
         counts = any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
-        steps = any(
-            (method_call := method(call)) is not None
-            and method_call[0] == "step"
-            and plan.is_prepared(method_call[1], OPTIMIZER)
-            for each in node.body
-            for call in ast.walk(each)
-            if isinstance(call, ast.Call)
-        )
+        stepped = [owner for each in node.body for _, owner in plan.script.methods("step", inside=each)]
+        steps = any(plan.is_prepared(owner, OPTIMIZER) for owner in stepped)
         if counts and steps:
             plan.note(
                 node,
@@ -192,12 +179,10 @@ def schedule(plan: Plan, *, by_hand: bool, keeps_batch: bool = False) -> None:
 
 def _stepping_per_batch(plan: Plan) -> set[Symbol]:
     found: set[Symbol] = set()
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is not None and method_call[0] == "step" and plan.is_prepared(method_call[1], SCHEDULER):
-            ancestors = set(map(id, plan.script.ancestors(call)))
-            if any(loop.trains and id(loop.node) in ancestors for loop in plan.survey.loops):
-                found |= plan.survey.roots(plan.survey.symbol(method_call[1]))
+    for call, owner in plan.script.methods("step"):
+        is_inside = any(loop.trains and loop.node in plan.script.ancestors(call) for loop in plan.survey.loops)
+        if is_inside and plan.is_prepared(owner, SCHEDULER):
+            found |= plan.survey.roots(plan.survey.symbol(owner))
     return found
 
 
@@ -215,12 +200,9 @@ def prints(plan: Plan, is_visible: set[int], after: int) -> None:
     for call in plan.script.nodes(ast.Call):
         if dotted(call.func) != "print" or id(plan.script.scope(call)) not in is_visible or plan.is_removed(call):
             continue
-        inside_module = isinstance(plan.script.scope(call), ast.Module)
-        if inside_module and plan.script.start(call) < after:
+        start = plan.script.start(call)
+        if start < after and isinstance(plan.script.scope(call), ast.Module):
             continue
         if any(keyword.arg == "file" for keyword in call.keywords):
             continue
-        plan.cut(
-            plan.script.start(call), plan.script.start(call), f"{plan.accelerator}.", _ONCE,
-            call,
-        )  # fmt: skip
+        plan.cut(start, start, f"{plan.accelerator}.", _ONCE, call)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 from .source import Function, Scope, Script, dotted, method, pairs, parameters, position_of, returned, targets
@@ -29,6 +29,7 @@ _KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "f
 _SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler$|LRScheduler$|Scheduler$")
 _LOSS: Final = re.compile(r"Loss(\d+d)?$|^torch\.nn\.(functional|init|utils|parallel)\b")
 _BACKWARD: Final = "loss.backward()"
+_OF_AUTOGRAD: Final = ("torch.autograd.backward", "super.backward")
 _PASSES_ON: Final = frozenset({"enumerate", "tqdm", "iter", "islice", "zip", "track", "progress"})
 #: Calls that yield the items of their argument, also with a named result: ``bar = tqdm(loader)``.
 _BARS: Final = frozenset({"tqdm", "enumerate", "track", "progress"})
@@ -59,7 +60,7 @@ class Loop:
     node: ast.For
     loaders: set[Symbol]
     trains: bool
-    batch_names: set[str] = field(default_factory=set[str])
+    batch_names: set[str]
 
 
 @final
@@ -81,18 +82,18 @@ class Survey:
                 self.classes[node.name] = node
         self.assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
         for statement in script.nodes((ast.Assign, ast.AnnAssign)):
-            self._record_assignments(statement)
+            for target, value in pairs(statement):
+                symbol = self.symbol(target)
+                if symbol is not None:
+                    given = statement, value, position_of(target, value, statement)
+                    self.assigned.setdefault(symbol, []).append(given)
         #: By container: its items, by how an expression for one ends, as in ``loaders["train"]``.
         self.items: dict[Symbol, dict[str, Symbol]] = {}
         for symbol, assigned in list(self.assigned.items()):
             for statement, value, _ in assigned:
-                self._record_items(symbol, statement, value)
-
-    def _record_items(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
-        """Record the loaders of ``{"train": DataLoader(...), ...}`` under names of their own: ``loaders["train"]``."""
-        for ending, made in self._entries(value):
-            if self.role(made) == LOADER:
-                self.record_item(symbol, ending, statement, made)
+                for ending, made in self._entries(value):  # {"train": DataLoader(...), ...}
+                    if self.role(made) == LOADER:
+                        self.record_item(symbol, ending, statement, made)
 
     def record_item(
         self, container: Symbol, ending: str, statement: ast.stmt, value: ast.expr, position: int | None = None
@@ -117,13 +118,6 @@ class Survey:
             for each in value.generators[0].iter.elts:
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
                     yield f'["{each.value}"]', value.value
-
-    def _record_assignments(self, statement: ast.Assign | ast.AnnAssign) -> None:
-        for target, value in pairs(statement):
-            symbol = self.symbol(target)
-            if symbol is None:
-                continue
-            self.assigned.setdefault(symbol, []).append((statement, value, position_of(target, value, statement)))
 
     # -- symbols -------------------------------------------------------------------------------------------
 
@@ -157,9 +151,9 @@ class Survey:
                 names.add(node.id)
         return names - outside
 
-    def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
+    def assignments(self, symbol: Symbol | None) -> list[tuple[ast.stmt, ast.expr, int | None]]:
         """Return the statements that assign a symbol, with the value, and its index if a call returns several."""
-        return self.assigned.get(symbol, [])
+        return [] if symbol is None else self.assigned.get(symbol, [])
 
     def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
         """Return the symbols whose values a name may have, followed through callers' arguments and other names."""
@@ -170,7 +164,7 @@ class Survey:
             handed = [self.roots(each, seen) for each in self.arguments(symbol)]
             found = set[Symbol]().union(*handed)
             return found or {symbol}
-        values = [_inside_bars(each) for _, value, _ in self.assignments(symbol) for each in _choices(value)]
+        values = [_inside(each, _BARS) for _, value, _ in self.assignments(symbol) for each in _choices(value)]
         names = [value for value in values if self._is_name(value)]
         copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
         made = [value for value in values if not self._is_name(value)]
@@ -223,7 +217,7 @@ class Survey:
 
     def role(self, value: ast.expr | None, depth: int = 0) -> Role | list[Role]:
         """Return the role of an expression's value; a list for a tuple."""
-        value = None if value is None else _inside_bars(value)
+        value = None if value is None else _inside(value, _BARS)
         if value is None or depth > 6:
             return None
         if isinstance(value, (ast.Tuple, ast.List)):
@@ -242,18 +236,14 @@ class Survey:
             return found
         if last in _WRAPPERS or path in ("torch.compile", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
             return self.role(call.args[0], depth + 1) if call.args else None
-        method_call = method(call)
-        if method_call is not None and method_call[0] in _KEEPS_ROLE:
-            return self.role(method_call[1], depth + 1)
-        if (
-            method_call is not None
-            and method_call[0] == "from_pretrained"
-            and _NAMED_LIKE_MODELS.search(dotted(method_call[1]) or "")
-        ):
+        name, owner = method(call) or ("", call)
+        if name in _KEEPS_ROLE:
+            return self.role(owner, depth + 1)
+        if name == "from_pretrained" and _NAMED_LIKE_MODELS.search(dotted(owner)):
             return MODEL
         if last in self.functions and (path == last or path.startswith("self.") or self._is_own_method(last)):
-            return self._role_of_result(self.functions[last][0], depth)
-        if method_call is not None and last in ("configure_optimizers", "configure_optimizer"):
+            return self.role(returned(self.functions[last][0]), depth + 1)
+        if name and last in ("configure_optimizers", "configure_optimizer"):
             return OPTIMIZER  # of a model that another file defines
         takes_parameters = any(is_parameters_call(inner) for each in call.args for inner in ast.walk(each))
         if takes_parameters and (last[:1].isupper() or _NAMED_LIKE_OPTIMIZERS.search(ast.unparse(call.func))):
@@ -283,9 +273,6 @@ class Survey:
             return None if last == "Parameter" else MODEL
         return MODEL if path.startswith(("torchvision.models.", "timm.create_model")) else None
 
-    def _role_of_result(self, function: Function, depth: int) -> Role | list[Role]:
-        return self.role(returned(function), depth + 1)
-
     def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
         """Return the role of a name, by the values assigned to it."""
         if symbol is None or depth > 6:
@@ -309,14 +296,13 @@ class Survey:
             return result.elts[position]
         return value
 
-    @functools.cached_property
-    def _made_by_statements(self) -> set[str]:
-        """The names of functions, classes and imports."""
-        return {*self.functions, *self.classes, *self.script.imported}
-
     def is_defined(self, symbol: Symbol) -> bool:
         """Return whether the script itself assigns to the name."""
         return bool(self.assignments(symbol))
+
+    def may_be(self, node: ast.AST, role: Role) -> bool:
+        """Return whether a name may have a value of this role."""
+        return any(self.role_of(root) == role for root in self.roots(self.symbol(node)))
 
     # -- the loops -----------------------------------------------------------------------------------------
 
@@ -324,10 +310,7 @@ class Survey:
     def backwards(self) -> list[ast.Call]:
         """The calls of ``loss.backward()``, however the loss is written."""
         found = (call for call in self.script.nodes(ast.Call) if (method(call) or ("",))[0] == "backward")
-        return [call for call in found if not self._is_autograd(call)]
-
-    def _is_autograd(self, call: ast.Call) -> bool:
-        return self.script.path(call.func) in ("torch.autograd.backward", "super.backward")
+        return [call for call in found if self.script.path(call.func) not in _OF_AUTOGRAD]
 
     @functools.cached_property
     def training_functions(self) -> set[str]:
@@ -364,11 +347,7 @@ class Survey:
         """Return the last names of all calls in ``node``, without the backward of a loss."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         names = {dotted(call.func).rpartition(".")[2] for call in calls}
-        return frozenset(names | ({_BACKWARD} if any(id(call) in self._backward_ids for call in calls) else set()))
-
-    @functools.cached_property
-    def _backward_ids(self) -> set[int]:
-        return set(map(id, self.backwards))
+        return frozenset(names | (set() if set(calls).isdisjoint(self.backwards) else {_BACKWARD}))
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
@@ -381,9 +360,7 @@ class Survey:
                 symbols |= {root for root in roots if self._is_loader(root, node, name)}
                 symbols |= self._loaders_by_key(name, roots)
             if symbols:
-                loop = Loop(node, symbols, self.trains(node))
-                loop.batch_names = set(self._batch_names(node))
-                found.append(loop)
+                found.append(Loop(node, symbols, self.trains(node), self._batch_names(node)))
         return found
 
     def _is_over_containers(self, node: ast.expr) -> bool:
@@ -409,9 +386,9 @@ class Survey:
         called = self.script.parents.get(name)
         if (isinstance(called, ast.Call) and called.func is name) or symbol.name in self.script.imported:
             return False
-        return "loader" in symbol.name.lower() or (self.trains(loop) and name is _iterated(loop.iter))
+        return "loader" in symbol.name.lower() or (self.trains(loop) and name is _inside(loop.iter, _PASSES_ON))
 
-    def _batch_names(self, loop: ast.For) -> Iterator[str]:
+    def _batch_names(self, loop: ast.For) -> set[str]:
         names = {each.id for each in targets(loop) if isinstance(each, ast.Name)}
         if isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate":
             first = loop.target.elts[0] if isinstance(loop.target, (ast.Tuple, ast.List)) else None
@@ -420,7 +397,7 @@ class Survey:
             for target, value in pairs(statement):
                 if isinstance(target, ast.Name) and derived(value, names):
                     names.add(target.id)
-        return iter(names)
+        return names
 
     # -- what is prepared ----------------------------------------------------------------------------------
 
@@ -458,7 +435,7 @@ class Survey:
     def _returns_optimizer(self, scope: Scope) -> bool:
         if isinstance(scope, ast.Module):
             return False
-        role = self._role_of_result(scope, 0)
+        role = self.role(returned(scope), 1)
         return role == OPTIMIZER or (isinstance(role, list) and OPTIMIZER in role)
 
     def _is_only_returned(self, symbol: Symbol) -> bool:
@@ -480,8 +457,7 @@ class Survey:
             for other, assigned in self.assigned.items():
                 for _, value, position in assigned:
                     if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == symbol.scope.name:
-                        returns = [n.value for n in ast.walk(symbol.scope) if isinstance(n, ast.Return) and n.value]
-                        given = returns[-1] if returns else None
+                        given = returned(symbol.scope)
                         if position is not None and isinstance(given, ast.Tuple):
                             given = given.elts[position] if position < len(given.elts) else None
                         if given is not None and dotted(given) == symbol.name:
@@ -548,8 +524,9 @@ class Survey:
                 for root in self.roots(self.symbol(call.func)):
                     used.setdefault(root, set()).add("()")
         known = {symbol for symbols in found.values() for symbol in symbols}
+        made_by_statements = {*self.functions, *self.classes, *self.script.imported}
         for symbol, calls in used.items():
-            if symbol in known or self.is_defined(symbol) or symbol.name in self._made_by_statements:
+            if symbol in known or self.is_defined(symbol) or symbol.name in made_by_statements:
                 continue
             if {"zero_grad", "step"} <= calls and "parameters" not in calls:
                 found[OPTIMIZER][symbol] = None
@@ -620,15 +597,8 @@ def _names_in(node: ast.AST) -> Iterator[ast.AST]:
             yield from _names_in(child)
 
 
-def _inside_bars(node: ast.expr) -> ast.expr:
-    """Return the loader inside of ``tqdm(loader)``; other expressions are returned unchanged."""
-    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _BARS:
-        node = node.args[0]
-    return node
-
-
-def _iterated(node: ast.expr) -> ast.expr:
-    """Return the loader inside of ``enumerate(tqdm(loader), 1)``."""
-    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _PASSES_ON:
+def _inside(node: ast.expr, functions: Collection[str]) -> ast.expr:
+    """Return the loader inside of calls of these functions: ``tqdm(loader)``, ``enumerate(tqdm(loader), 1)``."""
+    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in functions:
         node = node.args[0]
     return node
