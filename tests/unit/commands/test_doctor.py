@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,15 @@ def test_a_comment_that_silences_nothing_is_remarked(comment: str, remark: str) 
     ]
     other = BACKWARD.replace("        optimizer.step()", f"        optimizer.step()  {comment}")  # another line
     assert [(each.line, each.code) for each in examine(other, "train.py")] == [(15, "D301"), (16, "D001")]
+
+
+def test_a_name_that_may_be_of_several_roles_has_none() -> None:
+    """Which of them came first in a set once decided, and differed from run to run."""
+    for names in permutations(("model", "optimizer", "loader")):
+        loop = f"for each in ({', '.join(names)}):\n    print(each.state_dict())\n"
+        assert not [found for found in examine(RIGHT + loop, "train.py") if found.code == "D604"]
+    loop = "for each in (model,):\n    print(each.state_dict())\n"
+    assert "D604" in [found.code for found in examine(RIGHT + loop, "train.py")]
 
 
 def test_a_comment_in_a_string_silences_nothing() -> None:

@@ -108,10 +108,9 @@ class Subject:
         return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
 
     def role(self, node: ast.AST) -> object:
-        """Return the role of a name's value: model, optimizer, loader or scheduler."""
-        roots = self.roots(node)
-        known = (self.survey.role_of(symbol) or self._trained.get(symbol) for symbol in roots)
-        return next((role for role in known if role is not None), None)
+        """Return the role of a name's value: model, optimizer, loader or scheduler; None if it may be of several."""
+        roles = {self.survey.role_of(symbol) or self._trained.get(symbol) for symbol in self.roots(node)} - {None}
+        return roles.pop() if len(roles) == 1 else None
 
     @functools.cached_property
     def _trained(self) -> dict[Symbol, str]:

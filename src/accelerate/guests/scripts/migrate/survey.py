@@ -283,8 +283,8 @@ class Survey:
                 found = found[position] if position is not None and position < len(found) else None
             if found is not None:
                 return found
-        roles = (self.role_of(each, depth + 1) for each in self.sources_of(symbol))
-        return next((role for role in roles if role is not None), None)
+        roles = {self.role_of(each, depth + 1) for each in self.sources_of(symbol)} - {None}
+        return roles.pop() if len(roles) == 1 else None  # of several, as in `for one in (model, optimizer)`, none
 
     def result_of(self, value: ast.expr, position: int | None) -> ast.expr:
         """Return the value of a name: of ``a, b = f()``, the item that the script's function ``f`` returns for it."""
