@@ -21,11 +21,15 @@ slow = slow_for("several runs of a script", "corpus")
 
 
 def shown(*numbers: float, unit: float = 0.0) -> Shown:
-    return Shown(7, 0, [[number, unit] for number in numbers])
+    return Shown(7, numbers=[[number, unit] for number in numbers])
 
 
 def rows(*values: float) -> Shown:
-    return Shown(7, len(values), [[sum(values), 0.0], [sum(value * value for value in values), 0.0]])
+    return wide_rows(len(values), *values)
+
+
+def wide_rows(count: int, *values: float) -> Shown:
+    return Shown(7, count, len(values), [[sum(values), 0.0], [sum(value * value for value in values), 0.0]])
 
 
 def texts(before: list[Shown], after: list[Shown], bound: float | None = 1e-10) -> list[str]:
@@ -57,6 +61,10 @@ def test_another_number_of_rows_is_found_and_each_rank_may_add_one_row() -> None
     assert texts([rows(1.0, 2.0)], [rows(1.0, 2.0 + 1e-12)]) == []
     assert texts([rows(1.0, -1.0)], [rows(1.0 + 1e-13, -1.0)]) == []  # a mean near zero counts by the rows' size
     assert texts([rows(1.0, 2.0)], [rows(1.0, 3.0)], None) == []  # not compared
+    values = [float(number) for number in range(12)]
+    for before, after in ((1, 2), (3, 2), (12, 4)):  # the same values in rows of another size
+        assert texts([wide_rows(before, *values)], [wide_rows(after, *values)] * 2) == []
+        assert texts([wide_rows(before, *values)], [wide_rows(after, *values[1:], 99.0)] * 2) != []
 
 
 def test_a_value_of_each_rank_counts_as_its_mean() -> None:

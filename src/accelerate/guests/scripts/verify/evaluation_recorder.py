@@ -172,8 +172,9 @@ class EvaluationRecorder:
         if self._running is None or tensor.is_complex():
             return
         values = tensor.detach().double()
-        shown = self._running.shown.setdefault(name, Shown(line, 0, [[0.0, 0.0], [0.0, 0.0]]))
+        shown = self._running.shown.setdefault(name, Shown(line, numbers=[[0.0, 0.0], [0.0, 0.0]]))
         shown.rows += len(values) if values.ndim else 1
+        shown.num_values += values.numel()
         shown.numbers[0][0] += float(values.sum())
         shown.numbers[1][0] += float(values.square().sum())
 

@@ -29,18 +29,20 @@ class Shown:
     Attributes:
         line: of the script.
         rows: how many rows were gathered; 0 for numbers that aren't rows.
+        num_values: how many numbers the rows have.
         numbers: each with what it was rounded to (0: not rounded); of rows, their sum and the sum of their squares.
     """
 
     line: int
     rows: int = 0
+    num_values: int = 0
     numbers: list[list[float]] = field(default_factory=list[list[float]])
 
     def values(self) -> list[float]:
         """Return the numbers; of rows, their mean and the root of their mean square."""
         if not self.rows:
             return [number for number, _ in self.numbers]
-        total, square = (number / self.rows for number, _ in self.numbers)
+        total, square = (number / max(self.num_values, 1) for number, _ in self.numbers)
         return [total, math.sqrt(square)]
 
 
@@ -129,7 +131,8 @@ def differences(
         if not after or (len(after) < len(run) and (len(before), len(reference)) != (len(after), len(run))):
             continue
         expected, found = _mean(before), _mean(after)
-        if expected.rows and found.rows % expected.rows:  # a value of each rank gives as many times more
+        is_another_shape = found.num_values == expected.num_values  # such as one row of each rank, with all its samples
+        if expected.rows and found.rows % expected.rows and not is_another_shape:  # a value of each rank gives more
             text = f"{found.rows} rows instead of {expected.rows}"
             yield EvaluationDifference(name, text, found.line, are_rows=True, factor=found.rows / expected.rows)
             continue
@@ -156,7 +159,7 @@ def _mean(ranks: Sequence[Shown]) -> Shown:
     if first.rows or len(set(map(len, shown))) > 1 or all(numbers == shown[0] for numbers in shown):
         return first
     means = [sum(number for number, _ in each) / len(each) for each in zip(*shown, strict=True)]
-    return Shown(first.line, 0, [[mean, unit] for mean, (_, unit) in zip(means, shown[0], strict=True)])
+    return Shown(first.line, numbers=[[mean, unit] for mean, (_, unit) in zip(means, shown[0], strict=True)])
 
 
 def _of_ranks(ranks: Sequence[Shown]) -> str:

@@ -267,12 +267,12 @@ def _retries(layout: Layout, finding: Finding | None) -> list[dict[str, int]]:
     """Return other conditions under which a script may agree, because it was written for them.
 
     Its schedule may be made for loaders that don't split batches, whose schedulers step once for each process, or have
-    a length in updates. It may divide its batch size by the number of processes itself.
+    a length in updates. It may divide the data set, or its batch size, by the number of processes itself.
     """
     shares: list[dict[str, int]] = [{"num_shares": layout.num_shares}] if layout.num_shares > 1 else []
     if finding is None or finding.code not in ("V01", "V07"):
         return []
     if finding.code == "V01":
-        return [{**one, "divides_itself": True} for one in shares]
+        return [*shares, *({**one, "divides_itself": True} for one in shares)]
     updates: list[dict[str, int]] = [{"counts_updates": True}] if layout.num_parts > 1 else []
     return [*shares, *updates, *({**one, **other} for one in shares for other in updates)]
