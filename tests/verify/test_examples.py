@@ -1,0 +1,33 @@
+"""`accelerate verify` raises no false alarm on the examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from accelerate.guests.scripts.verify.layouts import chosen
+from accelerate.guests.scripts.verify.prove import prove
+from tests.slow import slow_for
+from tests.verify.test_conversions import LAYOUTS, assert_no_false_alarm
+
+pytestmark = pytest.mark.timeout(1800)  # about eight runs of a script, one after another
+
+EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples"
+#: Not trained by an Accelerator of their own: plain torch, data, plots, the monitor's option, another library's engine.
+OTHERS: Final = ("before", "offline_data", "demo", "watch_option", "deepspeed_with_config_support")
+SCRIPTS: Final = {
+    path.stem: path
+    for path in sorted([*EXAMPLES.glob("*.py"), *(EXAMPLES / "by_feature").glob("*.py")])
+    if path.stem not in OTHERS
+}
+#: Where a layout differs by design, or can't be run: the code of the finding or "failed", and why.
+BY_DESIGN: Final[dict[tuple[str, str], tuple[str, str]]] = {}
+
+
+@slow_for("several runs of a script", "corpus")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_raises_no_false_alarm(name: str) -> None:
+    proof = prove(SCRIPTS[name], [], 6, chosen(LAYOUTS))
+    assert_no_false_alarm(proof, {layout: code for (of, layout), (code, _) in BY_DESIGN.items() if of == name})
