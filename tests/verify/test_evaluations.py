@@ -156,7 +156,12 @@ FAULTS: Final = {
         "accelerator.reduce",
     ),
     "copies counted": ("held_out = accelerator.prepare(held_out)\n", "", "V17", "accelerator.print"),
-    "left out": ("held_out:", "(held_out if accelerator.num_processes == 1 else []):", "V18", ""),
+    "left out": (
+        "held_out:",
+        "(held_out if accelerator.num_processes == 1 else []):",
+        "V17",
+        "accelerator.print",
+    ),
     "fails": ("    model.eval()\n", "    model.eval()\n    1 // (2 - accelerator.num_processes)\n", "V18", ""),
 }  # fmt: skip
 
