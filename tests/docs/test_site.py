@@ -89,6 +89,13 @@ def test_a_page_that_is_no_reference_has_at_most_1500_words() -> None:
     assert not long
 
 
+def test_the_options_of_a_page_are_not_shown_as_text() -> None:
+    for page in DOCUMENTS.rglob("*.md"):
+        _, *options = page.read_text().split("---\n", 2)
+        if page.read_text().startswith("---"):
+            assert isinstance(yaml.safe_load(options[0]), dict) and len(options) == 2, page
+
+
 def test_each_example_is_in_the_gallery(site: Any) -> None:
     shown = re.findall(r"^<!-- example: (\S+) -->$", (DOCUMENTS / "examples.md").read_text(), re.MULTILINE)
     scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
