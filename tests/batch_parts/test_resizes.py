@@ -63,7 +63,7 @@ def test_kills_and_other_numbers_of_ranks_change_no_bit(tmp_path: Path, model: s
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
     stopped.mkdir()
-    expected = run_on_ranks(trains, 1, str(whole), model, "replicas", 0, timeout_seconds=900)[0]
+    (expected,) = run_on_ranks(trains, 1, str(whole), model, "replicas", 0, timeout_seconds=900)
     draw = random.Random(f"{model} {layout}")
     sizes = (1, 2, 3, 4) if layout == "replicas" else (2, 3, 4)
     for killed_at in sorted(draw.sample(range(1, NUM_UPDATES), NUM_STOPS)):
