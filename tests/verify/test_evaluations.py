@@ -77,6 +77,30 @@ def test_a_value_of_each_rank_counts_as_its_mean() -> None:
     assert list(own_values(run)) == [("x", 7)] and not list(own_values(run[:1])) and not list(own_values([]))
 
 
+def test_a_reduced_value_may_differ_where_what_is_shown_of_it_agrees() -> None:
+    """A sum over micro-batches is another one in each layout; a script shows it divided by their number."""
+
+    def found(**after: Shown) -> list[str]:
+        names = {
+            "total": "reduce at line 7",
+            "loss": "logged loss",
+            "text": 'printed "{}"',
+            "epoch": 'printed "epoch {}"',
+        }
+        before = {"total": shown(4.0), "loss": shown(2.0), "text": shown(2.0, unit=0.1), "epoch": shown(3.0)}
+        reference, run = (
+            [Evaluation(3, shown={names[name]: values[name] for name in after})] for values in (before, after)
+        )
+        return [each.name for each in differences(reference, run, lambda _: 1e-10)]
+
+    total, other = shown(8.0), shown(5.0)
+    assert found(total=total) == ["reduce at line 7"]
+    assert found(total=total, loss=shown(2.0)) == found(total=total, text=shown(2.0, unit=0.1)) == []
+    assert found(total=total, epoch=shown(3.0)) == ["reduce at line 7"]  # no result of it
+    assert found(loss=shown(2.0), total=total) == ["reduce at line 7"]  # shown before
+    assert found(total=total, loss=other) == ["reduce at line 7", "logged loss"]
+
+
 def test_what_only_some_ranks_show_is_compared_where_the_reference_is_alike() -> None:
     reference = [Evaluation(3, shown={"x": shown(1.0)}), Evaluation(3)]
     run = [Evaluation(3, shown={"x": shown(2.0)}), Evaluation(3)]

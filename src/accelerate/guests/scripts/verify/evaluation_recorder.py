@@ -16,7 +16,7 @@ import torch
 from ....accelerator import Accelerator
 from ....data_loader.gathering import tensors_of
 from ....torch_private.modules import batch_fetchers
-from .evaluations import Evaluation, Shown, is_compared, parsed
+from .evaluations import LOGGED, REDUCED, Evaluation, Shown, is_compared, parsed
 from .record import Record
 from .wrapping import wrap
 
@@ -160,10 +160,9 @@ class EvaluationRecorder:
     def _gathering(self, name: str, gather: Callable[..., object]) -> Callable[..., object]:
         def gathered(*args: object, **kwargs: object) -> object:
             result = gather(*args, **kwargs)
-            if self._running is not None:
-                line = self._line_of(sys._getframe(1))
-                for number, tensor in enumerate(tensors_of(result)):
-                    self._add_rows(f"{name} at line {line}" + (f", item {number}" if number else ""), line, tensor)
+            line = self._line_of(sys._getframe(1))
+            for number, tensor in enumerate(tensors_of(result)):
+                self._add_rows(f"{name} at line {line}" + (f", item {number}" if number else ""), line, tensor)
             return result
 
         return gathered
@@ -185,7 +184,7 @@ class EvaluationRecorder:
             if self._running is not None and sum(tensor.numel() for tensor in tensors) <= _MOST_NUMBERS:
                 values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
                 line = self._line_of(sys._getframe(1))
-                self._add_numbers(f"reduce at line {line}", line, [[value, 0.0] for value in values])
+                self._add_numbers(f"{REDUCED}{line}", line, [[value, 0.0] for value in values])
             return result
 
         return reduced
@@ -196,7 +195,7 @@ class EvaluationRecorder:
             for key, value in values.items():
                 is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
                 if is_number and is_compared(key):
-                    self._add_numbers(f"logged {key}", line, [[float(value), 0.0]])
+                    self._add_numbers(f"{LOGGED}{key}", line, [[float(value), 0.0]])
             return log(accelerator, values, *args, **kwargs)
 
         return logged

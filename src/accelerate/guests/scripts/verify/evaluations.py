@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any, Final, final
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d+(?:\.(\d+))?(?:[eE]([-+]?\d+))?|\b(?:nan|inf)\b)")
@@ -17,6 +18,9 @@ _NAME: Final = re.compile(
     r"(?:time|elapsed|took|seconds?|memory|per_sec|throughput|speed|steps?|batch\w*|iter\w*|process\w*|rank)"
     r"\W*$", re.IGNORECASE
 )  # fmt: skip
+#: How the names of reduced and of logged values begin.
+REDUCED: Final = "reduce at line "
+LOGGED: Final = "logged "
 #: Numbers below are compared as if they were as large.
 _LEAST: Final = 1e-6
 
@@ -64,8 +68,7 @@ class Evaluation:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of a record's file."""
-        shown = {name: Shown(**each) for name, each in given["shown"].items()}
-        return cls(given["num_steps"], given["draws"], shown)
+        return cls(given["num_steps"], given["draws"], {name: Shown(**each) for name, each in given["shown"].items()})
 
 
 @final
@@ -126,13 +129,38 @@ def differences(
     """
     if any(each.draws for each in (*reference, *run)):
         return
+    found = {each.name: each for each in _differences(reference, run, bound_of)}
+    for name, difference in found.items():
+        if not name.startswith(REDUCED) or not _agrees_later(name, reference[0].shown, found):
+            yield difference
+
+
+def _agrees_later(name: str, shown: Mapping[str, Shown], found: Container[str]) -> bool:
+    """Return whether results are logged or printed after a reduced value, and all agree.
+
+    A sum over micro-batches differs with their number; what a script shows of it need not.
+    """
+    later = dropwhile(lambda each: each != name, shown)
+    results = [each for each in later if _is_result(each, shown[each])]
+    return bool(results) and not any(each in found for each in results)
+
+
+def _is_result(name: str, shown: Shown) -> bool:
+    """Return whether numbers are logged, or printed with decimals: a whole number may be that of the epoch."""
+    return name.startswith(LOGGED) or any(rounding for _, rounding in shown.numbers)
+
+
+def _differences(
+    reference: Sequence[Evaluation], run: Sequence[Evaluation], bound_of: Callable[[str], float | None]
+) -> Iterator[EvaluationDifference]:
     for name in dict.fromkeys(name for each in reference for name in each.shown):
         before, after = ([each.shown[name] for each in ranks if name in each.shown] for ranks in (reference, run))
         if not after or (len(after) < len(run) and (len(before), len(reference)) != (len(after), len(run))):
             continue
         expected, found = _mean(before), _mean(after)
-        is_another_shape = found.num_values == expected.num_values  # such as one row of each rank, with all its samples
-        if expected.rows and found.rows % expected.rows and not is_another_shape:  # a value of each rank gives more
+        # One row of each rank with all its samples is another shape of the same values.
+        has_all_values = found.num_values == expected.num_values
+        if expected.rows and found.rows % expected.rows and not has_all_values:  # a value of each rank gives more
             text = f"{found.rows} rows instead of {expected.rows}"
             yield EvaluationDifference(name, text, found.line, are_rows=True, factor=found.rows / expected.rows)
             continue

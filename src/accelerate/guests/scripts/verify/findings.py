@@ -209,10 +209,8 @@ class Bounds:
 
     def first_spread(self) -> float:
         """Return the largest change of a gradient in the first update."""
-        return max(
-            (value for (number, kind, _), value in self.spread.items() if (number, kind) == (0, "gradients")),
-            default=0.0,
-        )
+        found = [value for (number, kind, _), value in self.spread.items() if (number, kind) == (0, "gradients")]
+        return max(found, default=0.0)
 
     def is_meaningful(self, bound: float) -> bool:
         """Return whether a comparison with this bound says anything."""
@@ -383,11 +381,9 @@ def _factor(before: Moments, after: Moments) -> float | None:
 def _cause(
     layout: Layout, run: History, number: int, kind: str, factor: float | None, before: Moments, after: Moments
 ) -> tuple[str, str]:
-    by = (
-        f"{factor:.4g} times the reference"
-        if factor is not None
-        else (f"norm {after.norm:.6g} instead of {before.norm:.6g}")
-    )
+    by = f"norm {after.norm:.6g} instead of {before.norm:.6g}"
+    if factor is not None:
+        by = f"{factor:.4g} times the reference"
     if layout.ranks > 1 and run.records[0].normalizes:
         return "V11", f"{by}: {run.records[0].normalizes[0]} normalises over the samples of its process"
     if run.parts[number]:

@@ -72,13 +72,9 @@ def _without_layer_dropout(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
-    def attended(
-        query: object, key: object, value: object, attn_mask: object = None, dropout_p: float = 0.0, *rest: object,
-        **kwargs: object,
-    ) -> object:  # fmt: skip
-        return attention(query, key, value, attn_mask, 0.0, *rest, **kwargs)
-
-    return attended
+    return lambda query, key, value, attn_mask=None, dropout_p=0.0, *rest, **kwargs: attention(
+        query, key, value, attn_mask, 0.0, *rest, **kwargs
+    )
 
 
 def _with_full_batches(
@@ -290,21 +286,12 @@ def _host_devices(device: type[torch.device]) -> type:
 
 
 def _through_gloo(begin: Callable[..., object]) -> Callable[..., object]:
-    def begun(backend: str | None = None, *args: object, **kwargs: object) -> None:
-        begin("gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None})
-
-    return begun
+    return lambda backend=None, *args, **kwargs: begin(
+        "gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None}
+    )
 
 
 def _without_device_ids(make: Callable[..., object]) -> Callable[..., object]:
-    def made(
-        ddp: object,
-        module: object,
-        device_ids: object = None,
-        output_device: object = None,
-        *rest: object,
-        **options: object,
-    ) -> None:
-        make(ddp, module, None, None, *rest, **options)
-
-    return made
+    return lambda ddp, module, device_ids=None, output_device=None, *rest, **options: make(
+        ddp, module, None, None, *rest, **options
+    )
