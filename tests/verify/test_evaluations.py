@@ -101,11 +101,43 @@ def test_a_reduced_value_may_differ_where_what_is_shown_of_it_agrees() -> None:
     assert found(total=total, loss=other) == ["reduce at line 7", "logged loss"]
 
 
+def test_what_the_main_process_alone_shows_of_a_reduced_value_counts_for_it() -> None:
+    total, loss = "reduce at line 7", "logged loss"
+    reference = [Evaluation(3, shown={total: shown(4.0), loss: shown(2.0)})]
+
+    def found(printed: float) -> list[tuple[str, bool]]:
+        run = [Evaluation(3, shown={total: shown(8.0), loss: shown(printed)}), Evaluation(3, shown={total: shown(8.0)})]
+        return [(each.name, each.is_alone) for each in differences(reference, run, lambda _: 1e-10)]
+
+    assert found(2.0) == []
+    assert found(4.0) == [(total, False), (loss, True)]
+
+
+def test_rows_of_a_loss_of_each_batch_may_differ_in_all_but_their_mean() -> None:
+    """`gather_for_metrics(loss.repeat(batch_size))`: on two processes there are more batches, with the same mean."""
+    gathered, result = "gather_for_metrics at line 7", "logged loss"
+
+    def found(rows_of_run: Shown, loss: float | None) -> list[str]:
+        shown_after = {} if loss is None else {result: shown(loss)}
+        reference = [
+            Evaluation(3, shown={gathered: rows(2.0, 2.0, 4.0, 4.0), **({} if loss is None else {result: shown(3.0)})})
+        ]
+        run = [Evaluation(3, shown={gathered: rows_of_run, **shown_after})]
+        return [each.text for each in differences(reference, run, lambda _: 1e-10)]
+
+    same_mean, other = rows(1.0, 3.0, 3.0, 5.0), rows(1.0, 3.0, 3.0, 6.0)
+    assert found(same_mean, 3.0) == []
+    assert found(same_mean, None) == ["root mean square 3.31662 instead of 3.16228"]
+    assert found(other, 3.0) == ["3.25 instead of 3"]
+    assert found(same_mean, 3.5) == ["root mean square 3.31662 instead of 3.16228", "3.5 instead of 3"]
+
+
 def test_what_only_some_ranks_show_is_compared_where_the_reference_is_alike() -> None:
     reference = [Evaluation(3, shown={"x": shown(1.0)}), Evaluation(3)]
     run = [Evaluation(3, shown={"x": shown(2.0)}), Evaluation(3)]
     assert len(list(differences(reference, run, lambda _: 0.0))) == 1
-    assert not list(differences(reference[:1], run, lambda _: 0.0))  # of the other rank it isn't known
+    (found,) = differences(reference[:1], run, lambda _: 0.0)
+    assert found.is_alone  # of the other rank it isn't known
     assert not list(differences(run, [Evaluation(3, draws=True, shown={"x": shown(1.0)})], lambda _: 0.0))
 
 
@@ -270,8 +302,76 @@ def test_a_value_of_each_process_is_noted(tmp_path: Path) -> None:
 
 @slow
 def test_an_evaluation_that_fails_everywhere_is_not_compared(tmp_path: Path) -> None:
-    proof, found = proof_of(
-        tmp_path, changed("    model.eval()\n", "    model.eval()\n    raise OSError('no data')\n"), "ranks2"
-    )
+    text = changed("    model.eval()\n", "    model.eval()\n    raise OSError('no data')\n")
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    line = next(number for number, code in enumerate(text.splitlines(), start=1) if "raise OSError" in code)
     assert found["ranks2"].state == "agrees", as_text(proof)
-    assert proof.notes == ["The evaluation after the last update isn't compared: OSError: no data."]
+    assert proof.notes == [f"The evaluation after the last update isn't compared: line {line}: OSError: no data."]
+
+
+#: Prints the mean loss of an evaluation on the main process, of a reduced sum.
+REDUCED: Final = """\
+    model.eval()
+    total = count = 0.0
+    for inputs, targets in held_out:
+        with torch.no_grad():
+            total = total + nn.functional.mse_loss(model(inputs), targets)
+        count += 1
+    mean = accelerator.reduce(total / count, reduction="sum") / accelerator.num_processes
+    if accelerator.is_main_process:
+        print(f"epoch {epoch}: {mean.item():.6f}")
+    model.train()
+"""
+
+
+@slow
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_what_the_main_process_prints_is_compared_with_the_reference(tmp_path: Path, is_divided: bool) -> None:
+    text = EVALUATED.replace(EVALUATION, REDUCED).replace(
+        "x[:30], data.tensors[1][:30]", "x[:32], data.tensors[1][:32]"
+    )
+    if not is_divided:
+        text = changed(" / accelerator.num_processes\n    if", "\n    if", text)
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    finding = found["ranks2"].finding
+    if is_divided:
+        assert finding is None and proof.notes == [], as_text(proof)
+    else:
+        assert finding is not None and finding.code == "V17" and finding.factor == pytest.approx(2), as_text(proof)
+        assert "accelerator.reduce" in text.splitlines()[finding.lines[0] - 1]
+
+
+@slow
+def test_a_wrong_number_that_the_main_process_alone_prints_is_noted(tmp_path: Path) -> None:
+    text = changed("    accelerator.print(", "    if accelerator.is_main_process: print(")
+    text = changed("gather_for_metrics", "gather", text.replace("{right} of {count}", "{right / count:.6f}"))
+    text = text.replace("TensorDataset(x[:30], data.tensors[1][:30])", "TensorDataset(x[:32], data.tensors[1][:32])")
+    text = changed("count += len(found)", "count += len(found) * accelerator.num_processes", text)
+    text = changed(
+        '    accelerator.log({"accuracy": right / count, "epoch": epoch', '    accelerator.log({"epoch": epoch', text
+    )
+    proof, found = proof_of(tmp_path, text, "ranks2")
+    assert found["ranks2"].finding is None, as_text(proof)
+    (note,) = proof.notes
+    assert note.startswith('ranks2: only some processes show printed "epoch {}: {}" ('), note
+
+
+@slow
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_run_of_few_updates_is_resumed_with_its_evaluation(tmp_path: Path, num_steps: int) -> None:
+    proof, found = proof_of(tmp_path, EVALUATED, "resume", num_steps)
+    assert found["resume"].state == ("skipped" if num_steps == 1 else "agrees"), as_text(proof)
+
+
+@slow
+def test_a_gathered_loss_of_each_batch_is_no_finding_where_its_mean_agrees(tmp_path: Path) -> None:
+    repeated = EVALUATION.replace(
+        "        found, targets = accelerator.gather_for_metrics((found, targets))\n"
+        "        right += ((found > 0) == (targets > 0)).sum().item()\n        count += len(found)\n",
+        "        losses = accelerator.gather_for_metrics(nn.functional.mse_loss(found, targets).repeat(len(found)))\n"
+        "        right += losses.sum().item()\n        count += len(losses)\n",
+    )
+    text = EVALUATED.replace(EVALUATION, repeated.replace("{right} of {count}", "{right / count:.6f}"))
+    text = text.replace("x[:30], data.tensors[1][:30]", "x[:32], data.tensors[1][:32]")
+    proof, found = proof_of(tmp_path, text, "ranks2,fsdp2")
+    assert [outcome.state for outcome in found.values()] == ["agrees"] * 2, as_text(proof)

@@ -41,8 +41,7 @@ def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: 
                 for ranks in (1, 2)
             ]
         original = runs.observe(ORIGINAL, script)
-        changed = (runs.observe(title_of(ranks), converted, ranks) for ranks in (1, 2))
-        return [_compared(original, *changed, differs=found.differs)]
+        return [_compared(original, *(runs.observe(title_of(n), converted, n) for n in (1, 2)), differs=found.differs)]
 
 
 def compare_ranks(script: Path, arguments: Sequence[str], num_steps: int) -> Comparison:

@@ -85,8 +85,7 @@ class EvaluationRecorder:
         for dataset in trained:
             if not _holds(self._trained, dataset):
                 self._trained.append(dataset)
-                kept = [number for number in self._record.evaluated if self._datasets[number] is not dataset]
-                self._record.evaluated = kept
+                self._record.evaluated = [n for n in self._record.evaluated if self._datasets[n] is not dataset]
         self._read.clear()
 
     def ends_pass(self, dataset: object) -> bool:

@@ -18,7 +18,8 @@ _NAME: Final = re.compile(
     r"(?:time|elapsed|took|seconds?|memory|per_sec|throughput|speed|steps?|batch\w*|iter\w*|process\w*|rank)"
     r"\W*$", re.IGNORECASE
 )  # fmt: skip
-#: How the names of reduced and of logged values begin.
+#: How the names of gathered, reduced and logged values begin.
+GATHERED: Final = "gather"
 REDUCED: Final = "reduce at line "
 LOGGED: Final = "logged "
 #: Numbers below are compared as if they were as large.
@@ -78,12 +79,14 @@ class EvaluationDifference:
 
     Attributes:
         are_rows: the number of rows differs, not a value.
+        is_alone: only some ranks of the run show the value, so it may be that of their own samples.
     """
 
     name: str
     text: str
     line: int
     are_rows: bool = False
+    is_alone: bool = False
     factor: float | None = None
 
 
@@ -104,14 +107,17 @@ def is_compared(name: str) -> bool:
 
 def distance(one: Shown, other: Shown) -> float:
     """Return the largest relative difference of two lists of numbers, beyond what they were rounded by."""
-    values, others, largest = one.values(), other.values(), 0.0
+    return max(_distances(one, other), default=0.0)
+
+
+def _distances(one: Shown, other: Shown) -> list[float]:
+    values, others, found = one.values(), other.values(), list[float]()
     for place, (before, after) in enumerate(zip(values, others, strict=False)):
-        if before == after or (math.isnan(before) and math.isnan(after)):
-            continue
         scale = max(abs(values[-1]), abs(others[-1])) if one.rows else max(abs(before), abs(after))
         apart = max(abs(before - after) - 1.01 * one.numbers[place][1], 0.0) / max(scale, _LEAST)
-        largest = max(largest, apart if math.isfinite(apart) else math.inf)
-    return largest
+        is_same = before == after or (math.isnan(before) and math.isnan(after))
+        found.append(0.0 if is_same else apart if math.isfinite(apart) else math.inf)
+    return found
 
 
 def differences(
@@ -121,25 +127,31 @@ def differences(
 ) -> Iterator[EvaluationDifference]:
     """Yield the differences of an evaluation from the reference's, each given by rank.
 
-    A value that each rank computed from its own samples counts as its mean over the ranks. What only some ranks of
-    the run showed isn't compared, unless it is so in the reference too.
+    A value that each rank computed from its own samples counts as its mean over the ranks. What is gathered or reduced
+    may differ as `_may_differ` says, if the results that are shown of it agree.
 
     Args:
         bound_of: returns the largest relative difference for a name; None if it isn't compared.
     """
     if any(each.draws for each in (*reference, *run)):
         return
-    found = {each.name: each for each in _differences(reference, run, bound_of)}
-    for name, difference in found.items():
-        if not name.startswith(REDUCED) or not _agrees_later(name, reference[0].shown, found):
+    found = {each.name: (each, may_differ) for each, may_differ in _differences(reference, run, bound_of)}
+    for name, (difference, may_differ) in found.items():
+        if not may_differ or not _agrees_later(name, reference[0].shown, found):
             yield difference
 
 
-def _agrees_later(name: str, shown: Mapping[str, Shown], found: Container[str]) -> bool:
-    """Return whether results are logged or printed after a reduced value, and all agree.
+def _may_differ(name: str, distances: Sequence[float], bound: float) -> bool:
+    """Return whether a value that depends on the layout can have a result that doesn't.
 
-    A sum over micro-batches differs with their number; what a script shows of it need not.
+    A reduced sum over micro-batches depends on their number. Of rows with a loss of each batch, the mean doesn't
+    depend on how samples are batched, and the root mean square does.
     """
+    return name.startswith(REDUCED) or (name.startswith(GATHERED) and distances[0] <= bound)
+
+
+def _agrees_later(name: str, shown: Mapping[str, Shown], found: Container[str]) -> bool:
+    """Return whether results are logged or printed after a gathered or reduced value, and all agree."""
     later = dropwhile(lambda each: each != name, shown)
     results = [each for each in later if _is_result(each, shown[each])]
     return bool(results) and not any(each in found for each in results)
@@ -152,24 +164,30 @@ def _is_result(name: str, shown: Shown) -> bool:
 
 def _differences(
     reference: Sequence[Evaluation], run: Sequence[Evaluation], bound_of: Callable[[str], float | None]
-) -> Iterator[EvaluationDifference]:
+) -> Iterator[tuple[EvaluationDifference, bool]]:
+    """Yield the differences, and whether each may be one of the layout only."""
     for name in dict.fromkeys(name for each in reference for name in each.shown):
         before, after = ([each.shown[name] for each in ranks if name in each.shown] for ranks in (reference, run))
-        if not after or (len(after) < len(run) and (len(before), len(reference)) != (len(after), len(run))):
+        if not after:
             continue
+        is_alone = len(after) < len(run) and (len(before), len(reference)) != (len(after), len(run))
         expected, found = _mean(before), _mean(after)
         # One row of each rank with all its samples is another shape of the same values.
         has_all_values = found.num_values == expected.num_values
         if expected.rows and found.rows % expected.rows and not has_all_values:  # a value of each rank gives more
             text = f"{found.rows} rows instead of {expected.rows}"
-            yield EvaluationDifference(name, text, found.line, are_rows=True, factor=found.rows / expected.rows)
+            factor = found.rows / expected.rows
+            yield EvaluationDifference(name, text, found.line, True, is_alone, factor), False
             continue
-        bound = bound_of(name)
-        if bound is not None and len(expected.numbers) == len(found.numbers) and distance(expected, found) > bound:
-            pairs = zip(expected.values(), found.values(), strict=True)
-            old, new = next(pair for pair in pairs if pair[0] != pair[1])
-            text = f"{new:.6g} instead of {old:.6g}"
-            yield EvaluationDifference(name, text + _of_ranks(after), found.line, factor=new / old if old else None)
+        bound, distances = bound_of(name), _distances(expected, found)
+        if bound is not None and len(expected.numbers) == len(found.numbers) and max(distances, default=0.0) > bound:
+            place = next(number for number, distance in enumerate(distances) if distance > bound)
+            old, new = expected.values()[place], found.values()[place]
+            digits = 6 if f"{new:.6g}" != f"{old:.6g}" else 12
+            text = f"{'root mean square ' * (expected.rows > 0 and place)}{new:.{digits}g} instead of {old:.{digits}g}"
+            factor = new / old if old else None
+            difference = EvaluationDifference(name, text + _of_ranks(after), found.line, False, is_alone, factor)
+            yield difference, _may_differ(name, distances, bound)
 
 
 def own_values(run: Sequence[Evaluation]) -> Iterator[tuple[str, int]]:

@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple, final
 
 from . import evaluations
-from .evaluations import Evaluation
+from .evaluations import Evaluation, EvaluationDifference
 from .layouts import Layout
 from .record import Moments, Record, Step
 
@@ -30,8 +32,7 @@ _QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states":
 #: What a finding's code stands for.
 CODES: Final = {
     "V01": "The samples of an update differ: some are read twice, or by no rank.",
-    "V02": "Gradients are a multiple of the reference's by the number of ranks: summed instead of averaged, or the "
-    "other way round.",
+    "V02": "Gradients differ by a factor of the number of ranks: summed instead of averaged, or the other way round.",
     "V03": "Gradients are a multiple of the reference's by the number of micro-batches: not divided by it, or twice.",
     "V04": "A parameter gets a gradient in one run and none in the other.",
     "V05": "Ranks that hold copies of one parameter have different values: their gradients are not averaged.",
@@ -46,11 +47,9 @@ CODES: Final = {
     "V14": "A resumed run differs from one without a stop: a state isn't saved, or isn't restored.",
     "V15": "Ranks exchange gradients in each micro-batch, so accumulation saves no communication.",
     "V16": "An evaluation counts another number of rows: padding or copies are counted, or samples are left out.",
-    "V17": "A number that an evaluation gathers, logs or prints differs: it isn't that of all samples. "
-    "After a resume, a state that it depends on isn't saved.",
+    "V17": "A number of an evaluation differs: it isn't that of all samples, or (resumed) its state isn't saved.",
     "V18": "The evaluation fails in this layout, or doesn't end.",
-    "V19": "Values agree up to rounding, and their bits differ: a rank adds something of its own, or sums in another "
-    "order.",
+    "V19": "Values agree up to rounding, and their bits differ: a rank adds a value of its own, or in another order.",
 }
 
 
@@ -92,9 +91,7 @@ def together(parts: Sequence[Moments | None]) -> Value:
         first = held[0]
         differs = any(distance(first, other, first.norm) > 1e-12 or other.bits != first.bits for other in held[1:])
         return Value(first, differs or len(held) != len(parts))
-    total = held[0]
-    for other in held[1:]:
-        total = total.plus(other)
+    total = reduce(Moments.plus, held)
     return Value(total.divided(max(total.held, 1) / max(total.size, 1)), differs=False)
 
 
@@ -119,12 +116,14 @@ class History:
         steps: the steps of each rank.
         shares: which share of the data each rank read, for each step.
         parts: the number of the part of a stopped and resumed run, for each step.
+        ends_saving: the run was stopped after the last step, so it has no evaluation after it.
     """
 
     steps: list[Sequence[Step]]
     shares: list[list[int]]
     parts: list[int]
     records: Sequence[Record]
+    ends_saving: bool = False
 
     @classmethod
     def of(cls, *runs: Sequence[Record]) -> History:
@@ -233,8 +232,10 @@ def first_difference(layout: Layout, reference: History, run: History, bounds: B
     return next(_of_evaluations(layout, reference, run, bounds), None)
 
 
-def _of_evaluations(layout: Layout, reference: History, run: History, bounds: Bounds) -> Iterator[Finding]:
-    """Yield the differences of evaluations; of a resumed run, of the one after the last step."""
+def _evaluation_differences(
+    layout: Layout, reference: History, run: History, bounds: Bounds
+) -> Iterator[tuple[int, EvaluationDifference]]:
+    """Yield the differences of evaluations with their steps; of a resumed run, of the one after the last step."""
     last = len(reference.steps)
     for number in range(last if layout.resumes else 0, last + 1):
 
@@ -242,20 +243,34 @@ def _of_evaluations(layout: Layout, reference: History, run: History, bounds: Bo
             bound = bounds.bound(number, "evaluation", name)
             return bound if bounds.is_meaningful(bound) and not layout.precision else None
 
-        for each in evaluations.differences(reference.evaluations(number), run.evaluations(number), bound_of):
-            code = "V16" if each.are_rows else "V17"
+        found = evaluations.differences(reference.evaluations(number), run.evaluations(number), bound_of)
+        yield from ((number, each) for each in found)
+
+
+def _of_evaluations(layout: Layout, reference: History, run: History, bounds: Bounds) -> Iterator[Finding]:
+    last = len(reference.steps)
+    for number, each in _evaluation_differences(layout, reference, run, bounds):
+        code = "V16" if each.are_rows else "V17"
+        if not each.is_alone:
             yield Finding(layout.name, number, "evaluation", each.name, code, each.text, each.factor, (each.line, 0))
     failure = next((record.failure for record in run.records if record.failure), "")
     if failure and not reference.records[0].failure:
         yield Finding(layout.name, last, "evaluation", "", "V18", failure)
-    elif reference.evaluations(last) and not run.evaluations(last):
+    elif reference.evaluations(last) and not run.evaluations(last) and not run.ends_saving:
         yield Finding(layout.name, last, "evaluation", "", "V16", "none, and one in the reference")
 
 
-def own_values(run: History) -> dict[str, int]:
-    """Return the names of numbers that each rank shows its own value of, with lines of the script."""
+def notes_on(layout: Layout, reference: History, run: History, bounds: Bounds, script: Path) -> list[str]:
+    """Return notes on numbers that are, or may be, those of a rank's own samples, in a run without a finding."""
     each = (run.evaluations(number) for number in range(len(run.steps) + 1))
-    return dict(found for ranks in each for found in evaluations.own_values(ranks))
+    own = dict(found for ranks in each for found in evaluations.own_values(ranks))
+    alone = {found.name: found for _, found in _evaluation_differences(layout, reference, run, bounds)}
+    return [
+        *(f"{layout.name}: each process shows its own value of {name} ({script}:{line}). The mean over the processes "
+          "agrees." for name, line in own.items()),
+        *(f"{layout.name}: only some processes show {name} ({script}:{one.line}), here {one.text}. It isn't a finding, "
+          "because it may be of their own samples." for name, one in alone.items()),
+    ]  # fmt: skip
 
 
 def excesses_of(layout: Layout, reference: History, run: History, bounds: Bounds) -> dict[str, list[float]]:
@@ -393,18 +408,15 @@ def _cause(
     if kind == "states":
         return "V10", f"{by}, after equal gradients and parameters"
     if factor is not None:
-        for count, code, text, inverse in (
-            (layout.ranks, "V02", "summed over the processes instead of averaged",
-             "divided by the number of processes once too often"),
-            (layout.num_parts, "V03", "not divided by the number of micro-batches",
-             "divided by the number of micro-batches twice"),
-            (layout.ranks * layout.num_parts, "V02", "summed over processes and micro-batches",
-             "divided by the number of processes and micro-batches twice"),
-        ):  # fmt: skip
+        for count, code, text, of in (
+            (layout.ranks, "V02", "summed over the processes instead of averaged", "processes"),
+            (layout.num_parts, "V03", "not divided by the number of micro-batches", "micro-batches"),
+            (layout.ranks * layout.num_parts, "V02", "summed over all micro-batches of all processes", "all of these"),
+        ):
             if count > 1 and math.isclose(factor, count, rel_tol=1e-3):
                 return code, f"{by}: {text}"
             if count > 1 and math.isclose(factor, 1 / count, rel_tol=1e-3):
-                return code, f"{by}: {inverse}"
+                return code, f"{by}: divided by the number of {of} once too often"
     return "V13", by
 
 

@@ -40,8 +40,9 @@ def verified(record_property: Callable[[str, object], None]) -> Callable[..., Pr
         from .report import as_json, as_text
 
         names = ",".join(layouts) if layouts is not None and not isinstance(layouts, str) else layouts
-        each = chosen(names, same_bits=same_bits)
-        proof = prove(Path(script), arguments, num_steps, each, dtype, same_bits=same_bits)
+        proof = prove(
+            Path(script), arguments, num_steps, chosen(names, same_bits=same_bits), dtype, same_bits=same_bits
+        )
         record_property("accelerate verify", json.dumps(as_json(proof)))
         if proof.exit_code:
             pytest.fail(as_text(proof), pytrace=False)

@@ -79,6 +79,8 @@ _with_pipeline = _using("pipeline", "the script doesn't call accelerator.pipelin
 
 _FSDP: Final = ("--use_fsdp", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "--fsdp_min_num_params", "1")
 _FSDP2: Final = (*_FSDP, "--fsdp_version", "2")
+_COPIES: Final = (("dp_replicate", 2), ("dp_shard", 2))
+_SPLIT: Final = (("dp_shard", 2), ("tp", 2))
 
 #: In the order of the report.
 LAYOUTS: Final = (
@@ -88,24 +90,11 @@ LAYOUTS: Final = (
     Layout("parts4", "each batch in 4 micro-batches", num_parts=4, needs=accumulating),
     Layout("ranks2_parts2", "2 processes, each batch in 2 micro-batches", 2, num_parts=2, needs=accumulating),
     Layout("fsdp2", "2 processes, sharded by FSDP 2", 2, _FSDP2, is_exact=True, needs=_accelerated),
-    Layout(
-        "hsdp",
-        "4 processes: 2 copies, each sharded over 2",
-        4,
-        _FSDP2,
-        (("dp_replicate", 2), ("dp_shard", 2)),
-        is_exact=True,
-        needs=_accelerated,
-    ),
+    Layout("hsdp", "4 processes: 2 copies, each sharded over 2", 4, _FSDP2, _COPIES, is_exact=True, needs=_accelerated),
     Layout("fsdp1", "2 processes, sharded by FSDP 1", 2, (*_FSDP, "--fsdp_version", "1"), needs=_accelerated),
     Layout("tp2", "2 processes, matrices split by the plan", 2, mesh=(("tp", 2),), needs=_with_tensor_plan),
     Layout(
-        "tp2_fsdp2",
-        "4 processes: matrices split over 2, sharded over 2",
-        4,
-        _FSDP2,
-        (("dp_shard", 2), ("tp", 2)),
-        needs=_with_tensor_plan,
+        "tp2_fsdp2", "4 processes: matrices split over 2, sharded over 2", 4, _FSDP2, _SPLIT, needs=_with_tensor_plan
     ),
     Layout("cp2", "2 processes, sequences split", 2, _FSDP2, (("cp", 2),), needs=_with_context),
     Layout("ep2", "2 processes, experts split", 2, _FSDP2, (("ep", 2),), needs=_with_expert_plan),
@@ -117,7 +106,7 @@ LAYOUTS: Final = (
     Layout("resume", "stopped and resumed, twice", resumes=2, is_exact=True, needs=_resumable),
     Layout(
         "resume_ranks",
-        "2 processes, stopped, resumed on 1",
+        "stopped on 2 processes, resumed on 1",
         2,
         resumes=1,
         resumed_ranks=1,

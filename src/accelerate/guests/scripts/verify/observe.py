@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,11 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
     except BaseException as error:  # also SystemExit: a script may end its evaluation by it
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             if recorder.has_finished:
-                recorder.fail(f"{type(error).__name__}: {error}")
+                lines = [
+                    each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(script)
+                ]
+                where = f"line {lines[-1]}: " if lines else ""
+                recorder.fail(f"{where}{type(error).__name__}: {error}")
             if isinstance(error, PreparationError):
                 (folder / REFUSAL).write_text(str(error))
             raise

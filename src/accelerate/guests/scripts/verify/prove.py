@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from .conditions import Conditions
-from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference, own_values
+from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference, notes_on
 from .layouts import Layout, accumulating
 from .record import Record
 from .runs import LayoutRefused, Runs, VerificationError
@@ -211,9 +211,8 @@ class _Prover:
             return Outcome(layout, "skipped", error.reason.splitlines()[0])
         except VerificationError as error:
             return Outcome(layout, "failed", str(error), seconds=time.monotonic() - began)
-        for name, line in own_values(run).items() if finding is None else ():
-            what = f"{layout.name}: each process shows its own value of {name} ({self._runs.script}:{line})."
-            self._notes.append(f"{what} The mean over the processes agrees.")
+        if finding is None:
+            self._notes += notes_on(layout, reference.history, run, reference.bounds, self._runs.script)
         state = "agrees" if finding is None else "differs"
         excesses = excesses_of(layout, reference.history, run, reference.bounds)
         return Outcome(layout, state, finding=finding, seconds=time.monotonic() - began, excesses=excesses)
@@ -237,10 +236,11 @@ class _Prover:
         if not layout.resumes:
             return History.of(self._run(layout.name, conditions, layout))
         runs: list[list[Record]] = []
-        each = max(num_steps // (layout.resumes + 1), 1)
-        saved, taken = "", 0
-        for number in range(layout.resumes + 1):
-            is_last = number == layout.resumes
+        resumes = min(layout.resumes, max(num_steps - 1, 1))
+        each = max(num_steps // (resumes + 1), 1)
+        saved, taken, is_last = "", 0, False
+        for number in range(resumes + 1):
+            is_last = number == resumes
             folder = str(self._runs.folder / f"{layout.name}_{number}")
             part = replace(
                 conditions,
@@ -260,7 +260,7 @@ class _Prover:
         if len(runs) == 1:
             why = f"no batch of the outermost loop over a prepared loader ended between updates {each} and {num_steps}"
             raise LayoutRefused(f"{self._runs.script}: {why}", why)
-        return History.of(*runs)
+        return replace(History.of(*runs), ends_saving=not is_last)
 
 
 def _retries(layout: Layout, finding: Finding | None) -> list[dict[str, int]]:

@@ -40,15 +40,9 @@ class Moments(NamedTuple):
 
     def plus(self, other: Moments) -> Moments:
         """Return the moments of both parts."""
-        return Moments(
-            self.held + other.held,
-            self.size,
-            self.total + other.total,
-            self.square + other.square,
-            self.projection + other.projection,
-            self.dtype,
-            self.bits + other.bits,
-        )
+        total, square, projection = (one + two for one, two in zip(self[2:5], other[2:5], strict=True))
+        held, bits = self.held + other.held, self.bits + other.bits
+        return Moments(held, self.size, total, square, projection, self.dtype, bits)
 
     def divided(self, copies: float) -> Moments:
         """Return the moments of one of several equal copies."""

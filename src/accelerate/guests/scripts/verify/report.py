@@ -47,9 +47,7 @@ def finding_text(proof: Proof, outcome: Outcome) -> str:
 
 def result_text(outcome: Outcome) -> str:
     """Return the state of a layout with its time, or the reason why it was skipped."""
-    if outcome.state == "skipped":
-        return f"skipped: {outcome.why}"
-    return f"{outcome.state} ({outcome.seconds:.0f} s)"
+    return f"skipped: {outcome.why}" if outcome.state == "skipped" else f"{outcome.state} ({outcome.seconds:.0f} s)"
 
 
 def as_json(proof: Proof) -> dict[str, Any]:

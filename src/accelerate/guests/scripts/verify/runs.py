@@ -37,7 +37,7 @@ _LOOK_SECONDS: Final = 0.5
 _HANG_REPORT: Final = f"({watchdog.VARIABLE}=SECONDS"
 _NUM_LINES: Final = 40
 _TORCHRUN: Final = ("-m", "torch.distributed.run")
-_LAUNCH: Final = ("-m", "accelerate.commands.launch", "--cpu")
+_LAUNCH: Final = ("-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0")
 #: Environment variables with a process's rank and its visible devices.
 _OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -135,9 +135,8 @@ class Comparison:
         for number in range(max(len(run.losses) for run in self.runs)):
             cells = (f"{run.losses[number]:.6g}" if number < len(run.losses) else "-" for run in self.runs)
             rows.append(f"{number + 1:>10}" + "".join(f"{cell:>{width}}" for cell in cells))
-        rows.append(
-            f"{'weights':>10}" + "".join(f"{sum(each for _, each in run.weights):>{width}.9g}" for run in self.runs)
-        )
+        sums = (f"{sum(each for _, each in run.weights):>{width}.9g}" for run in self.runs)
+        rows.append(f"{'weights':>10}" + "".join(sums))
         return "\n".join(rows)
 
     def text(self, conclusion: str) -> str:
@@ -171,9 +170,8 @@ class Runs:
         from .conditions import Conditions
 
         if self._conditions is not None:
-            return self.observe_under(
-                replace(self._conditions, splits_batches=splits), title, source, ranks, by_hand=by_hand
-            )
+            conditions = replace(self._conditions, splits_batches=splits)
+            return self.observe_under(conditions, title, source, ranks, by_hand=by_hand)
         first = Conditions(self.num_steps, splits).for_first_run(self.script)
         records = self.observe_under(first, title, source, ranks, by_hand=by_hand)
         self._conditions = first.after(records[0])
@@ -300,7 +298,8 @@ def _evaluation_difference(original: Run, run: Run, before: Run) -> str:
     """Return the first difference of what evaluations show from the original's, else from the run `before`'s."""
     for other in (original, before):
         for num_steps, ranks in other.evaluations.items():
-            for found in differences(ranks, run.evaluations.get(num_steps, []), lambda _: _limit(run)):
+            each = differences(ranks, run.evaluations.get(num_steps, []), lambda _: _limit(run))
+            for found in (one for one in each if not one.is_alone):
                 where = f"the evaluation after step {num_steps} (line {found.line})"
                 return f"{run.title}: {where}: {found.name}: {found.text} in {other.place}"
     if run.failure and not original.failure:

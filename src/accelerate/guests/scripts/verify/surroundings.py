@@ -138,14 +138,11 @@ def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) ->
             elif plugin is not None:
                 plugin.num_steps *= conditions.num_parts
             else:
-                kwargs["gradient_accumulation_steps"] = (
-                    kwargs.get("gradient_accumulation_steps", 1) * conditions.num_parts
-                )
+                name = "gradient_accumulation_steps"
+                kwargs[name] = kwargs.get(name, 1) * conditions.num_parts
         if conditions.recomputes:
-            kwargs["kwargs_handlers"] = [
-                *(kwargs.get("kwargs_handlers") or ()),
-                ActivationCheckpointing(modules=list(_LAYERS)),
-            ]
+            own = kwargs.get("kwargs_handlers") or ()
+            kwargs["kwargs_handlers"] = [*own, ActivationCheckpointing(modules=list(_LAYERS))]
         if conditions.dtype or conditions.mixed_precision:
             kwargs["mixed_precision"] = conditions.mixed_precision or "no"
         if conditions.batch_parts:
