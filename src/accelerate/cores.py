@@ -23,9 +23,7 @@ Core = tuple[str, str]  # (the socket, the core of it)
 def usable_cpus(pid: int = 0) -> frozenset[int]:
     """Return the logical CPUs available to a process (0: this one); all CPUs of the host if unknown."""
     affinity = getattr(os, "sched_getaffinity", None)
-    if affinity is None:
-        return frozenset(range(os.cpu_count() or 1))
-    return frozenset(affinity(pid))
+    return frozenset(range(os.cpu_count() or 1) if affinity is None else affinity(pid))
 
 
 def num_cores(cpus: Collection[int] | None = None) -> int:
@@ -42,7 +40,7 @@ def num_cores(cpus: Collection[int] | None = None) -> int:
             by_cpu = _cores_by_cpuinfo() if by_cpu is None else by_cpu
             core = by_cpu.get(cpu, ("", f"cpu{cpu}"))  # unknown: every CPU counts as a core
         found.add(core)
-    quota = _quota()
+    quota = min(_quotas(), default=None)
     return max(1, len(found) if quota is None else min(len(found), int(quota)))
 
 
@@ -96,13 +94,8 @@ def _cores_by_cpuinfo() -> dict[int, Core]:
     return cores
 
 
-def _quota() -> float | None:
-    """Return the number of CPUs that this process's control groups allow; None without a limit."""
-    return min(_quotas(), default=None)
-
-
 def _quotas() -> Iterator[float]:
-    """Yield the limit of each control group of this process, in version 1 or 2 of the control groups' files."""
+    """Yield the number of CPUs that each control group of this process allows (files of version 1 or 2)."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -204,6 +204,10 @@ class Members(ABC):
 
     #: The world of the ranks that hold a copy of the model together with this one; None: each holds one by itself.
     replica: Any = None
+    #: Whether replicas train without each other's gradients, and call `exchange_apart`.
+    trains_apart: bool = False
+    #: Objects with ``state_dict()`` and ``load_state_dict()``, equal on all ranks, whose state a new process gets.
+    joint_states: list[Any]
 
     @property
     @abstractmethod
@@ -225,6 +229,14 @@ class Members(ABC):
     @abstractmethod
     def gather_for_metrics(self, data: object, loader: object, as_objects: bool, is_receiver: bool) -> object:
         """Return the joined values that the living ranks computed from the current batch of ``loader``."""
+
+    @abstractmethod
+    def exchange_apart(self, operation: str, own: object) -> list[Any]:
+        """Return the objects of this rank and its counterparts in the other living replicas, in the order of ranks.
+
+        The samples that a replica has read since the last call count as trained once it has sent its object. A process
+        that hasn't reached the others' position yet gets its own object alone.
+        """
 
     @abstractmethod
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:

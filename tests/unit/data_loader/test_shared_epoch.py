@@ -68,11 +68,27 @@ def test_drop_last_leaves_out_an_incomplete_step() -> None:
 class Alone:
     """The membership of one living rank."""
 
-    members, rank, is_joining = (0,), 0, False
+    members, rank, is_joining, trains_apart = (0,), 0, False, False
 
 
-def loader() -> SharedLoader:
-    membership: Any = Alone()
+class Apart:
+    """The membership of rank 0, whose replicas train apart; rank 1 is lost before the first exchange."""
+
+    members: tuple[int, ...] = (0, 1)
+    rank, is_joining, is_behind, trains_apart = 0, False, False, True
+
+    def exchange_apart(self, operation: str, own: object, loader: SharedLoader) -> list[object]:
+        """Count the samples of rank 0 alone."""
+        self.members = (0,)
+        loader.epoch_shared.commit([0])
+        return [own]
+
+    def is_with(self, rank: int) -> bool:
+        return rank == 0
+
+
+def loader(membership: Any = None) -> SharedLoader:
+    membership = membership or Alone()
     data: Any = list(range(6))
     batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
     return SharedLoader(data, membership, None, batch_sampler=batches)
@@ -156,3 +172,40 @@ def test_skipped_batches_are_refused() -> None:
     skipping.show(batch_sampler=[[0, 1]])
     with pytest.raises(PreparationError, match="skip_first_batches"):
         next(iter(skipping))
+
+
+def test_replicas_that_train_apart_end_an_epoch_once_the_living_have_said_so() -> None:
+    own = loader(Apart())
+    read: list[list[int]] = []
+    for batch in own:
+        own.has_backward = True
+        read.append(batch.tolist())
+    # Six samples in batches of two: rank 0 reads two and one, then those that rank 1 had read.
+    assert read == [[0, 1], [4], [2, 3], [5]]
+    assert own.iteration == 1
+
+
+def test_a_checkpoint_of_replicas_that_train_apart_returns_the_samples_of_the_others() -> None:
+    own, resumed = loader(Apart()), loader()
+    saved: dict[str, Any] = {}
+    for batch in own:
+        own.has_backward = own.is_trained = True
+        assert batch.tolist() == [0, 1]
+        saved = own.state_dict()
+        break
+    assert saved["running"]["order"].tolist() == [2, 3, 4, 5]
+    resumed.load_state_dict(saved)
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
+
+
+def test_the_last_batch_of_an_epoch_does_not_end_it_in_such_a_checkpoint() -> None:
+    own, resumed = loader(Apart()), loader()
+    saved: dict[str, Any] = {}
+    for number, _ in enumerate(own):
+        own.has_backward = own.is_trained = True
+        if number == 1:  # nothing is left to draw, and rank 1 has the samples 2, 3 and 5
+            saved = own.state_dict()
+            break
+    assert saved["epoch"] == 0 and saved["running"]["order"].tolist() == [2, 3, 5]
+    resumed.load_state_dict(saved)
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [5]]

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
-from torch import distributed as dist
 
 from ...accelerator import Accelerator
 from ...errors import CheckpointError, SettingError
 from ...seams import LoopHook
 from .compression import CODECS
 from .fragments import Fragment, OuterOptimizer, OuterWeight, average_optimizer_states, divide, local_values
-from .islands import Islands, check, keep_inside
+from .islands import Islands, check
 from .state import DiLoCoState
 
 #: Makes the optimizer of outer weights, by default: the one of the paper.
@@ -91,8 +90,7 @@ class DiLoCo:
         check(accelerator, model)
         self._islands = Islands.of(accelerator, islands)
         self._free_gathered()
-        holds, world = self._islands.holds_replicas, self._islands.mesh.world
-        part = (world.rank, world.size) if holds else (0, 1)
+        part = (self._islands.part, self._islands.num_parts) if self._islands.holds_replicas else (0, 1)
         named = accelerator.strategy.state.named_parameters(model)
         trained = [(name, p) for name, p in named if p.requires_grad and not p.is_meta]  # meta: of other stages
         weights = [OuterWeight(name, parameter, part) for name, parameter in trained]
@@ -132,7 +130,12 @@ class DiLoCo:
 
     def __enter__(self) -> DiLoCo:
         if self.enabled:
-            self._undo = [keep_inside(self.accelerator, self.model, self._islands), *_Checkpoints(self).register()]
+            self._undo = [*self._islands.keep_inside(self.accelerator, self.model), *_Checkpoints(self).register()]
+            members = self.accelerator.world.members
+            if members is not None:
+                joint = _JointState(self)
+                members.joint_states.append(joint)
+                self._undo.append(lambda: members.joint_states.remove(joint))
         return self
 
     def __exit__(
@@ -172,14 +175,9 @@ class DiLoCo:
                 fragment.apply(self._kept)
         for fragment in self._fragments:
             self.bytes_sent += fragment.average()
-        islands = self._islands
-        groups = [(islands.between, islands.count)]
-        groups += [(islands.inside, islands.num_parts)] if islands.holds_replicas else []
-        self.bytes_sent += average_optimizer_states(self.accelerator, self.model, islands.between, islands.count)
-        for buffer in self.model.buffers():
-            for group, size in groups if buffer.is_floating_point() and not buffer.is_meta else ():
-                dist.all_reduce(local_values(buffer), group=group)
-                local_values(buffer).div_(size)
+        self.bytes_sent += average_optimizer_states(self.accelerator, self.model, self._islands)
+        buffers = [local_values(one) for one in self.model.buffers() if one.is_floating_point() and not one.is_meta]
+        self._islands.average(buffers, inside=True)
 
     def _free_gathered(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""
@@ -193,6 +191,26 @@ class DiLoCo:
 
     def _state(self) -> DiLoCoState:
         return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)
+
+
+@final
+class _JointState:
+    """The state of all islands, for a process in the place of a lost one."""
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer weights, their optimizers and what is to be applied."""
+        return {"num_steps": self._diloco.num_steps, "fragments": [one.state() for one in self._diloco._fragments]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the outer weights of the others, also as the model's own."""
+        self._diloco._free_gathered()
+        self._diloco.num_steps = state["num_steps"]
+        for fragment, saved in zip(self._diloco._fragments, state["fragments"], strict=True):
+            fragment.restore(saved)
 
 
 @final

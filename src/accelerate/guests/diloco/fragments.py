@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from ...errors import NotBuilt
 from ...parallel.rebind import inner_optimizer
-from ...torch_private.distributed import all_gather_single
 from .compression import Codec
 from .islands import Islands
 
@@ -30,10 +28,8 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def average_optimizer_states(
-    run: Accelerator, model: torch.nn.Module, group: dist.ProcessGroup | None, num_islands: int
-) -> int:
-    """Set the optimizer states of ``model`` to their mean over ``group``; return the bytes that leave.
+def average_optimizer_states(run: Accelerator, model: torch.nn.Module, islands: Islands) -> int:
+    """Set the optimizer states of ``model`` to their mean over the islands; return the bytes that leave.
 
     With equal weights but other momentum, replicas would part again at the next update. State that isn't of
     floating-point numbers is that of the first island. Where only some ranks have state of a parameter, because the
@@ -47,28 +43,14 @@ def average_optimizer_states(
         for place, parameter in enumerate(parameters)
         if optimizer.state.get(parameter)
     }
-    found: list[Any] = [None] * num_islands
-    dist.all_gather_object(found, list(states), group=group)
+    found = islands.gather_object(list(states))
     common = set(states).intersection(*found)
     averaged = {number for number, _ in common}
     for number, place in states.keys() - common:
         if number in averaged:
             del optimizers[number].state[parameters[place]]
-    num_bytes = 0
-    for key in sorted(common):
-        for value in states[key].values():
-            if not isinstance(value, torch.Tensor) or value.is_meta:
-                continue
-            own = local_values(value)
-            sent = own.to(run.device)
-            if sent.is_floating_point():
-                dist.all_reduce(sent, group=group)
-                sent.div_(num_islands)
-            else:
-                dist.broadcast(sent, dist.get_process_group_ranks(group)[0], group)
-            own.copy_(sent)
-            num_bytes += 2 * sent.nbytes * (num_islands - 1) // num_islands
-    return num_bytes
+    values = (value for key in sorted(common) for value in states[key].values())
+    return islands.average([local_values(one) for one in values if isinstance(one, torch.Tensor) and not one.is_meta])
 
 
 @final
@@ -172,13 +154,11 @@ class Fragment:
             encoded.append(self._codec.encode(change))
             if not self._codec.is_exact:
                 weight.error = change - self._codec.decode(encoded[-1], change.numel())
-        sizes, device = [one.numel() for one in encoded], encoded[0].device
-        arrived, work = self._gather(torch.cat(encoded), self._islands.between, self._islands.count)
+        sizes = [one.numel() for one in encoded]
+        arrived = self._islands.gather(torch.cat(encoded))
 
         def receive() -> list[torch.Tensor]:
-            if work is not None:
-                work.wait()
-            rows = [row.split(sizes) for row in arrived.to(device)]
+            rows = [row.split(sizes) for row in arrived()]
             return [
                 _mean(self._codec.decode(row[number], weight.outer.numel()) for row in rows)
                 for number, weight in enumerate(self.weights)
@@ -204,35 +184,43 @@ class Fragment:
     def average(self) -> int:
         """Set outer weights and parameters to the mean of the islands' parameters; return the bytes that leave."""
         own = torch.cat([weight.current() - weight.error for weight in self.weights])
-        arrived, work = self._gather(own, self._islands.between, self._islands.count)
-        if work is not None:
-            work.wait()
-        means = _mean(iter(arrived.to(own.device))).split([weight.outer.numel() for weight in self.weights])
+        means = _mean(iter(self._islands.gather(own)())).split([weight.outer.numel() for weight in self.weights])
         for weight, mean in zip(self.weights, means, strict=True):
             weight.outer.detach().copy_(mean)
             weight.error.zero_()
         self._assign(0.0)
         return own.nbytes * (self._islands.count - 1)
 
+    def state(self) -> dict[str, Any]:
+        """Return what is equal on all islands: the outer weights, their optimizer and the change on its way."""
+        return {
+            "names": [weight.name for weight in self.weights],
+            "outer": [weight.outer.detach() for weight in self.weights],
+            "optimizer": self.optimizer.state_dict(),
+            "due": None if self.arriving is None else self.arriving.due,
+            "means": None if self.arriving is None else self.arriving.take(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the state of another island, whose outer weights become the parameters."""
+        for weight, outer in zip(self.weights, state["outer"], strict=True):
+            weight.outer.detach().copy_(outer)
+            weight.error.zero_()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.arriving = None
+        if state["due"] is not None:
+            means = [mean.to(weight.outer.device) for mean, weight in zip(state["means"], self.weights, strict=True)]
+            self.arriving = Arriving(state["due"], None, means)
+        self._assign(0.0)
+
     def _assign(self, kept: float) -> None:
         outer = torch.cat([weight.outer.detach() for weight in self.weights])
         rows = outer.unsqueeze(0)
         if self._islands.holds_replicas and self._islands.num_parts > 1:
-            arrived, work = self._gather(outer, self._islands.inside, self._islands.num_parts)
-            if work is not None:
-                work.wait()
-            rows = arrived.to(outer.device)
+            rows = self._islands.gather_inside(outer)
         columns = rows.split([weight.outer.numel() for weight in self.weights], dim=1)
         for weight, column in zip(self.weights, columns, strict=True):
             weight.assign(column, kept)
-
-    def _gather(
-        self, own: torch.Tensor, group: dist.ProcessGroup | None, count: int
-    ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Begin to gather the flat ``own`` of ``count`` ranks, as rows."""
-        sent = own.to(self._islands.mesh.world.device)
-        arrived = sent.new_empty(count * sent.numel())
-        return arrived.view(count, -1), all_gather_single(arrived, sent, group, True)
 
 
 def _mean(rows: Iterable[torch.Tensor]) -> torch.Tensor:

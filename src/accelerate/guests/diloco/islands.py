@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -13,10 +15,11 @@ from ...distributed.mesh import AXES, Mesh
 from ...distributed.world import World
 from ...errors import PreparationError, SettingError
 from ...parallel.ddp import DataParallel, replica_in
-from ...torch_private.distributed import set_process_group
+from ...torch_private.distributed import all_gather_single, set_process_group
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
+    from ...seams import Members
 
 #: The axis of the mesh along which islands differ.
 BETWEEN: Final = "dp_replicate"
@@ -24,29 +27,90 @@ BETWEEN: Final = "dp_replicate"
 INSIDE: Final = tuple(axis for axis in AXES if axis != BETWEEN)
 
 
-@final
-@dataclass(frozen=True)
-class Islands:
+class Islands(ABC):
     """The island of this rank, and the ranks with its coordinates in the other islands.
 
     Attributes:
         index: the number of this rank's island.
-        count: the number of islands.
+        count: the number of islands that train.
+        part: the number of this rank in its island.
+        num_parts: the number of ranks in an island.
+        holds_replicas: every rank of an island holds the whole model.
+    """
+
+    index: int
+    count: int
+    part: int
+    num_parts: int
+    holds_replicas: bool
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """The number of this island in a checkpoint, and how many islands the checkpoint has."""
+        return self.index, self.count
+
+    @staticmethod
+    def of(run: Accelerator, count: int | None) -> Islands:
+        """Return the islands of ``run``; a collective.
+
+        Args:
+            count: the number of islands; None if the mesh or the launcher says it.
+
+        Raises:
+            SettingError: such islands don't fit the processes, or their layout.
+        """
+        return GroupIslands.of(run, count) if run.world.members is None else KeptIslands.of(run, count)
+
+    @abstractmethod
+    def gather(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to gather the flat ``own`` of all islands; return a function that waits for the rows."""
+
+    @abstractmethod
+    def gather_inside(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the flat ``own`` of all ranks of this island, as rows."""
+
+    @abstractmethod
+    def gather_object(self, own: object) -> list[Any]:
+        """Return the objects of all islands."""
+
+    @abstractmethod
+    def average(self, own: Sequence[torch.Tensor], *, inside: bool = False) -> int:
+        """Set tensors to their mean over the islands, others than of floating-point numbers to those of the first one.
+
+        Args:
+            inside: also over the ranks of an island, where these hold replicas.
+
+        Returns: the bytes that leave this rank.
+        """
+
+    @abstractmethod
+    def keep_inside(self, run: Accelerator, model: nn.Module) -> list[Callable[[], None]]:
+        """Reduce gradients inside of islands only; return functions that undo it."""
+
+
+@final
+@dataclass
+class GroupIslands(Islands):
+    """Islands whose ranks share process groups.
+
+    Attributes:
         mesh: the mesh of this rank's island alone.
         between: the group of the ranks at the same place of each island.
         inside: the group of the island's ranks.
-        holds_replicas: every rank of an island holds the whole model.
     """
 
     index: int
     count: int
     mesh: Mesh
     between: dist.ProcessGroup | None
-    inside: dist.ProcessGroup
+    inside: dist.ProcessGroup | None
     holds_replicas: bool
 
-    @classmethod
-    def of(cls, run: Accelerator, count: int | None) -> Islands:
+    def __post_init__(self) -> None:
+        self.part, self.num_parts = self.mesh.world.rank, self.mesh.world.size
+
+    @staticmethod
+    def of(run: Accelerator, count: int | None) -> GroupIslands:
         """Return the islands of ``run``; a collective.
 
         Args:
@@ -80,7 +144,7 @@ class Islands:
         inside = mesh.group(*INSIDE)
         if inside is None:
             inside = cast("dist.ProcessGroup", dist.new_group([world.rank], use_local_synchronization=True))
-        return cls(
+        return GroupIslands(
             mesh.place(BETWEEN),
             mesh.size(BETWEEN),
             _island_of(mesh, world, inside),
@@ -89,15 +153,130 @@ class Islands:
             is_replicated,
         )
 
-    @property
-    def part(self) -> int:
-        """The number of this rank in its island."""
-        return self.mesh.world.rank
+    def gather(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to gather the flat ``own`` of all islands; return a function that waits for the rows."""
+        return self._gather(own, self.between, self.count)
+
+    def gather_inside(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the flat ``own`` of all ranks of this island, as rows."""
+        return self._gather(own, self.inside, self.num_parts)()
+
+    def _gather(self, own: torch.Tensor, group: dist.ProcessGroup | None, count: int) -> Callable[[], torch.Tensor]:
+        sent = own.to(self.mesh.world.device)
+        arrived = sent.new_empty(count * sent.numel())
+        work = all_gather_single(arrived, sent, group, True)
+
+        def receive() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return arrived.view(count, -1).to(own.device)
+
+        return receive
+
+    def gather_object(self, own: object) -> list[Any]:
+        """Return the objects of all islands."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, own, group=self.between)
+        return found
+
+    def average(self, own: Sequence[torch.Tensor], *, inside: bool = False) -> int:
+        """Set tensors to their mean over the islands, and return the bytes that leave this rank."""
+        num_bytes, groups = 0, [(self.between, self.count)]
+        groups += [(self.inside, self.num_parts)] if inside and self.holds_replicas else []
+        for tensor in own:
+            sent = tensor.to(self.mesh.world.device)
+            for group, size in groups:
+                if sent.is_floating_point():
+                    dist.all_reduce(sent, group=group)
+                    sent.div_(size)
+                else:
+                    dist.broadcast(sent, dist.get_process_group_ranks(group)[0], group)
+            tensor.copy_(sent)
+            num_bytes += 2 * sent.nbytes * (self.count - 1) // self.count
+        return num_bytes
+
+    def keep_inside(self, run: Accelerator, model: nn.Module) -> list[Callable[[], None]]:
+        """Reduce gradients inside of islands only; return functions that undo it."""
+        undo: list[Callable[[], None]] = []
+        replica = replica_in(model)
+        if replica is not None:
+            before: Any = replica.process_group
+            set_process_group(replica, cast("dist.ProcessGroup", self.inside))
+            undo.append(lambda: set_process_group(replica, before))
+        elif run.strategy.mesh.active(*INSIDE):
+            from ...torch_private.fsdp import reduce_within_shards
+
+            undo.append(reduce_within_shards(model))
+        group, size = self.mesh.group("dp_shard", "ep", "cp", "sp"), self.mesh.size("dp_shard", "ep", "cp", "sp")
+        for gradients in getattr(run.strategy, "_replicas", ()):  # of parameters beside shards
+            undo.append(_setting(gradients, _group=group, _size=size))
+        undo.append(_setting(run._weights, _mesh=self.mesh))  # divides by the weights of all ranks that reduce
+        undo.append(_setting(run.strategy, averages_replicas=False))
+        return undo
+
+
+@final
+class KeptIslands(Islands):
+    """Islands of a world without a process group: the living replicas, any of which may be lost.
+
+    A round has the changes of those that live. A new process begins with the outer weights.
+    """
+
+    def __init__(self, members: Members, rank: int) -> None:
+        self._members = members
+        inside = members.replica
+        self.part, self.num_parts = (0, 1) if inside is None else (inside.rank, inside.size)
+        self.index, self.holds_replicas = rank // self.num_parts, inside is None
+        self.count = 1  # until the first exchange
 
     @property
-    def num_parts(self) -> int:
-        """The number of ranks in an island."""
-        return self.mesh.world.size
+    def saved(self) -> tuple[int, int]:
+        """The only island of a checkpoint: the lowest one, which writes it."""
+        return 0, 1
+
+    @staticmethod
+    def of(run: Accelerator, count: int | None) -> KeptIslands:
+        """Return the islands of ``run``.
+
+        Raises:
+            SettingError: their number was given.
+        """
+        assert run.world.members is not None, "called only then"
+        if count is not None:
+            raise SettingError(
+                f"DiLoCo(islands={count}) under `accelerate launch --keep_replicas`: each replica is an island. Leave "
+                "islands out."
+            )
+        return KeptIslands(run.world.members, run.world.rank)
+
+    def _exchange(self, own: object) -> list[Any]:
+        found = self._members.exchange_apart("an exchange between islands", own)
+        self.count = len(found)
+        return found
+
+    def gather(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Gather the flat ``own`` of all islands; the rows are there at once."""
+        rows = torch.stack(self._exchange(own.cpu())).to(own.device)
+        return lambda: rows
+
+    def gather_inside(self, own: torch.Tensor) -> torch.Tensor:
+        """Return ``own``: each rank has a part of its own."""
+        return own.unsqueeze(0)
+
+    def gather_object(self, own: object) -> list[Any]:
+        """Return the objects of all islands."""
+        return self._exchange(own)
+
+    def average(self, own: Sequence[torch.Tensor], *, inside: bool = False) -> int:
+        """Set tensors to their mean over the islands, and return the bytes that leave this rank."""
+        found = self._exchange([tensor.cpu() for tensor in own])
+        for tensor, each in zip(own, zip(*found, strict=True), strict=True):
+            tensor.copy_(torch.stack(each).mean(0) if tensor.is_floating_point() else each[0])
+        return sum(tensor.nbytes for tensor in own) * (self.count - 1)
+
+    def keep_inside(self, run: Accelerator, model: nn.Module) -> list[Callable[[], None]]:
+        """Let the replicas train without each other's gradients; return functions that undo it."""
+        return [_setting(self._members, trains_apart=True), _setting(run.strategy, averages_replicas=False)]
 
 
 def _island_of(mesh: Mesh, world: World, inside: dist.ProcessGroup) -> Mesh:
@@ -106,31 +285,6 @@ def _island_of(mesh: Mesh, world: World, inside: dist.ProcessGroup) -> Mesh:
     degrees = tuple(1 if axis == BETWEEN else mesh.size(axis) for axis in AXES)
     active = mesh.active(*INSIDE)
     return Mesh(within, degrees, lambda: mesh.over(*active) if active else None)
-
-
-def keep_inside(run: Accelerator, model: nn.Module, islands: Islands) -> Callable[[], None]:
-    """Reduce gradients inside of islands only; return a function that undoes it."""
-    undo: list[Callable[[], None]] = []
-    replica = replica_in(model)
-    if replica is not None:
-        before: Any = replica.process_group
-        set_process_group(replica, islands.inside)
-        undo.append(lambda: set_process_group(replica, before))
-    elif run.strategy.mesh.active(*INSIDE):
-        from ...torch_private.fsdp import reduce_within_shards
-
-        undo.append(reduce_within_shards(model))
-    group, size = islands.mesh.group("dp_shard", "ep", "cp", "sp"), islands.mesh.size("dp_shard", "ep", "cp", "sp")
-    for gradients in getattr(run.strategy, "_replicas", ()):  # of parameters beside shards
-        undo.append(_setting(gradients, _group=group, _size=size))
-    undo.append(_setting(run._weights, _mesh=islands.mesh))  # divides by the weights of all ranks that reduce
-    undo.append(_setting(run.strategy, averages_replicas=False))
-
-    def undo_all() -> None:
-        for one in undo:
-            one()
-
-    return undo_all
 
 
 def _setting(owner: object, **values: object) -> Callable[[], None]:
@@ -155,7 +309,6 @@ def check(run: Accelerator, model: nn.Module) -> None:
     handler = strategy.options.ddp_handler
     refused: dict[str, object] = {
         "batch_parts": strategy.sums_gradients,
-        "--keep_replicas": run.world.members is not None,
         "balance": run.dataloader_config.balance,
         "fp16, with a loss scale of each island (bf16 works),": run.scaler is not None,
         "a communication hook of DistributedDataParallelKwargs": handler is not None
@@ -167,7 +320,9 @@ def check(run: Accelerator, model: nn.Module) -> None:
                 f"{name} with DiLoCo isn't built: between islands only changes of weights are exchanged, and weights "
                 "differ while islands train. Leave one of them out."
             )
-    if isinstance(strategy, DataParallel):
+    if run.world.members is not None:
+        is_known = model in run._models
+    elif isinstance(strategy, DataParallel):
         is_known = replica_in(model) is not None
     else:
         is_known = _keeps_shards(run)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...accelerator import Accelerator
 from ...errors import NotBuilt
 from .fragments import average_optimizer_states
+from .islands import GroupIslands
 
 
 class LocalSGD:
@@ -63,9 +64,9 @@ class LocalSGD:
             return
         if error is None:  # after an error the other processes may not reach this collective
             self._average_parameters()
-            average_optimizer_states(
-                self.accelerator, self.model, self.accelerator.world.group, self.accelerator.num_processes
-            )
+            world, mesh = self.accelerator.world, self.accelerator.strategy.mesh
+            replicas = GroupIslands(world.rank, world.size, mesh, world.group, None, True)
+            average_optimizer_states(self.accelerator, self.model, replicas)
         self._no_sync.__exit__(kind, error, traceback)
         self._no_sync = None
 

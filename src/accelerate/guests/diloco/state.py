@@ -46,32 +46,25 @@ class DiLoCoState:
         """Write this rank's file into the ``folder`` of a checkpoint."""
         islands = self._islands
         (folder / _FOLDER).mkdir(exist_ok=True)
+        index, count = islands.saved
         writes_inner = islands.part == 0 or not islands.holds_replicas
         state = {
             "num_steps": num_steps,
-            "num_islands": islands.count,
+            "num_islands": count,
             "num_parts": islands.num_parts,
             "holds_replicas": islands.holds_replicas,
-            "fragments": [self._fragment(fragment) for fragment in self._fragments],
+            "fragments": [
+                {**fragment.state(), "error": [weight.error for weight in fragment.weights]}
+                for fragment in self._fragments
+            ],
             "inner": self._inner_state() if writes_inner else None,
         }
         write_encoded(
             lambda name, pickle=False: (folder / name).open("wb"),
-            _name(islands.index, islands.part),
+            _name(index, islands.part),
             encode(state, "DiLoCo"),
             beside=True,
         )
-
-    def _fragment(self, fragment: Fragment) -> dict[str, Any]:
-        arriving = fragment.arriving
-        return {
-            "names": [weight.name for weight in fragment.weights],
-            "outer": [weight.outer.detach() for weight in fragment.weights],
-            "error": [weight.error for weight in fragment.weights],
-            "optimizer": fragment.optimizer.state_dict(),
-            "due": None if arriving is None else arriving.due,
-            "means": None if arriving is None else arriving.take(),
-        }
 
     def _inner_state(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from ...errors import SettingError
 from ...seams import LoopHook
 from ...settings import env
 from .membership import Membership
+from .shared_epoch import running_loader
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -36,6 +37,7 @@ def join_replicas(run: Accelerator) -> LoopHook:
             "folder. Give Accelerator(project_dir=...) and let the script call `accelerator.resume()` before its loop."
         )
     membership.count_steps = lambda: sum(int(optimizer.num_updates) for optimizer in run._optimizers)
+    membership.running_loader = lambda: running_loader(run.gradient_state)
     return _KeptRun(run, membership)
 
 
@@ -112,6 +114,7 @@ class _KeptRun(LoopHook):
         run = self._run
         return {
             "stateful": [one.state_dict() for one in self._stateful()],
+            "joint": [one.state_dict() for one in self._membership.joint_states],
             "num_updates": [optimizer.num_updates for optimizer in run._optimizers],
             "loaders": [loader.shared_state(begins=loader is begun) for loader in run._dataloaders],
             "passes": [loader.shared_passes(begins=loader is begun) for loader in run._dataloaders],
@@ -123,6 +126,8 @@ class _KeptRun(LoopHook):
     def _restore(self, state: dict[str, Any]) -> None:
         run = self._run
         for one, saved in zip(self._stateful(), state["stateful"], strict=True):
+            one.load_state_dict(saved)
+        for one, saved in zip(self._membership.joint_states, state["joint"], strict=False):  # others may have left them
             one.load_state_dict(saved)
         for optimizer, count in zip(run._optimizers, state["num_updates"], strict=True):
             optimizer.num_updates = count

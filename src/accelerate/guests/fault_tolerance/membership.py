@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ...devices.table import DeviceKind
     from ...distributed.environment import ProcessIdentity
+    from .shared_epoch import SharedLoader
 
 Made = TypeVar("Made")
 
@@ -89,6 +90,7 @@ class Membership(Members):
         replica_size: int = 1,
         start: int = 0,
     ) -> None:
+        self.joint_states: list[Any] = []
         self.folder: Path = folder
         self.rank: int = rank
         self.is_joining: bool = joins
@@ -106,6 +108,7 @@ class Membership(Members):
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0
         self.count_steps: Callable[[], int] = lambda: 0  # the optimizers' steps, which the loop's hook counts
+        self.running_loader: Callable[[], SharedLoader | None] = lambda: None  # the innermost one, as the hook says
         self._mapped: dict[Path, torch.Tensor] = {}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -151,6 +154,21 @@ class Membership(Members):
         from .collectives import gather_for_metrics
 
         return gather_for_metrics(self, data, loader, as_objects, is_receiver)
+
+    def exchange_apart(self, operation: str, own: object, loader: SharedLoader | None = None) -> list[Any]:
+        """Return the objects of this rank and its counterparts in the other living replicas, in the order of ranks.
+
+        The samples that a replica has read since the last call count as trained once it has sent its object; those of
+        a lost replica are read again. With ``loader``, these are its samples, else those of the running loop.
+        """
+        from .shared_epoch import position_of, record_update
+
+        if self.is_behind:
+            return [own]
+        loader = self.running_loader() if loader is None else loader
+        shared = self.share(operation, (own, position_of(loader, self.count_steps())))
+        record_update(loader, {rank: position for rank, (_, position) in shared.items()})
+        return [shared[rank][0] for rank in self.counterparts(shared)]
 
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
         """Save on the lowest member, or on the next if it is lost; return the folder, or raise the error, everywhere.
@@ -202,10 +220,14 @@ class Membership(Members):
         """Return those of ``ranks`` that hold the same part of the model, in order."""
         return sorted(rank for rank in ranks if (rank - self.rank) % self.replica_size == 0)
 
+    def is_with(self, rank: int) -> bool:
+        """Return whether ``rank`` belongs to this rank's replica."""
+        return rank // self.replica_size == self.rank // self.replica_size
+
     @property
     def is_lowest(self) -> bool:
         """Whether this rank belongs to the lowest living replica."""
-        return self.rank // self.replica_size == min(self.members) // self.replica_size
+        return self.is_with(min(self.members))
 
     def exchange(self, operation: str, value: object = None, file: str | None = None) -> Answer:
         """Send ``value`` to all members, and return all members' values; before this process joins, only its own.

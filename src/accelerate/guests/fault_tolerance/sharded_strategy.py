@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from ...distributed.mesh import Mesh
 from ...distributed.world import World
@@ -38,6 +39,11 @@ class KeptShards(Kept, FullyShardStrategy):
             self._membership.mesh = self.shard_mesh()
             self._begin(placed)
         return placed
+
+    def _replica_weight(self) -> float:
+        total = torch.tensor(self._weight, dtype=torch.float64, device=self.world.device)
+        dist.all_reduce(total)
+        return float(total) / self.world.size
 
     def _own_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard; a parameter that FSDP ignores is whole."""

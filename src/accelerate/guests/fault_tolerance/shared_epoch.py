@@ -6,7 +6,7 @@ import random
 import sys
 import zlib
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,6 +21,7 @@ from ...distributed.random import capture_host_streams, host_streams
 from ...errors import CheckpointError, CollectiveError, PreparationError
 
 if TYPE_CHECKING:
+    from ...training.accumulation import GradientState
     from .membership import Membership
 
 
@@ -77,10 +78,21 @@ class SharedEpoch:
         copied._order, copied._position = self._order, self._position  # the list is replaced, and never changed
         return copied
 
-    def state(self) -> dict[str, object]:
-        """Return the state from which another process continues, between two windows."""
-        taken = {str(rank): torch.tensor(own, dtype=torch.int64) for rank, own in self._open.items()}
-        order = torch.tensor(self._order[self._position :], dtype=torch.int64)
+    @property
+    def has_open(self) -> bool:
+        """Whether ranks have taken samples since the last update."""
+        return any(self._open.values())
+
+    def state(self, returned: Callable[[int], bool] = lambda _: False) -> dict[str, Any]:
+        """Return the state from which another process continues, between two windows.
+
+        Args:
+            returned: whether the samples that a rank has taken since the last update are still to be read.
+        """
+        kept = {rank: own for rank, own in self._open.items() if not returned(rank)}
+        taken = {str(rank): torch.tensor(own, dtype=torch.int64) for rank, own in kept.items()}
+        back = [index for rank, own in sorted(self._open.items()) if rank not in kept for index in own]
+        order = torch.tensor(back + self._order[self._position :], dtype=torch.int64)
         return {"order": order, "checksum": self.checksum, "open": taken}  # open: batches that all left out
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -172,7 +184,6 @@ class SharedLoader(PreparedLoader):
         Raises:
             CollectiveError: ranks have different sample orders, or have taken different numbers of samples.
         """
-        self.is_trained = True
         num_left = {rank: left for rank, (_, left) in positions.items()}
         if len({*num_left.values()}) > 1:
             raise CollectiveError(
@@ -187,16 +198,19 @@ class SharedLoader(PreparedLoader):
             )
         self.epoch_shared.commit(positions)
 
-    def shared_state(self, *, begins: bool) -> dict[str, Any]:
+    def shared_state(self, *, begins: bool, returned: Callable[[int], bool] = lambda _: False) -> dict[str, Any]:
         """Return the position for a joining process; if a pass ``begins``, the previous one is over.
 
         A restored position from which no pass has continued yet is returned unchanged.
+
+        Args:
+            returned: as of `SharedEpoch.state`.
         """
-        last = self.progress.batch_info
-        is_over = last is not None and last.is_last and not self.epoch_shared.num_left
+        last, state = self.progress.batch_info, self.epoch_shared.state(returned)
+        is_over = last is not None and last.is_last and not len(state["order"])
         is_running = self._is_restored or (last is not None and not is_over and not begins)
-        state = self.epoch_shared.state() if is_running else None
-        return {"epoch": self.progress.epoch + is_over, "running": state, "trained": self.is_trained}
+        running = state if is_running else None
+        return {"epoch": self.progress.epoch + is_over, "running": running, "trained": self.is_trained}
 
     def shared_passes(self, *, begins: bool) -> tuple[int, int]:
         """Return the number of passes that the script has finished, and the epoch of its first one."""
@@ -221,7 +235,12 @@ class SharedLoader(PreparedLoader):
 
     def position_state(self) -> dict[str, Any]:
         """Return the epoch and, during one, its remaining samples."""
-        return {**self.shared_state(begins=False), "needs": "accelerate launch --keep_replicas"}
+        membership = self.membership
+        # Of replicas that train apart, only the training of this one is saved.
+        state = self.shared_state(
+            begins=False, returned=lambda rank: membership.trains_apart and not membership.is_with(rank)
+        )
+        return {**state, "needs": "accelerate launch --keep_replicas"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the position of ``state_dict``; raise like :meth:`check_state_dict`."""
@@ -264,7 +283,7 @@ class SharedLoader(PreparedLoader):
 
     def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
         membership, num_steps, plan = self.membership, 0, self.plan(None)
-        while epoch.has_step(membership.members):
+        while self._has_step(epoch):
             members, num_returns = membership.members, epoch.num_returns
             sampler = _Shares(epoch.copy(), members, membership.rank)
             # Not from the global stream: a resumed run, or one that lost ranks, begins the rest of an epoch once more.
@@ -280,6 +299,13 @@ class SharedLoader(PreparedLoader):
                 self._gathered = None
                 if membership.members != members or epoch.num_returns != num_returns:
                     break  # the samples read ahead now belong to another rank
+
+    def _has_step(self, epoch: SharedEpoch) -> bool:
+        """Return whether the epoch has another step; replicas that train apart first agree on who has trained."""
+        membership = self.membership
+        if not epoch.has_step(membership.members) and membership.trains_apart and self.has_backward and epoch.has_open:
+            membership.exchange_apart("the end of an epoch", None, self)
+        return epoch.has_step(membership.members)
 
     def _draw_order(self) -> list[int]:
         batches: Any = self.batch_sampler
@@ -306,6 +332,34 @@ class SharedLoader(PreparedLoader):
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
     num_launched = 1
+
+
+def running_loader(state: GradientState) -> SharedLoader | None:
+    """Return the innermost loader whose loop is running."""
+    loaders = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
+    return loaders[-1] if loaders else None
+
+
+def position_of(loader: SharedLoader | None, num_steps: int) -> list[int]:
+    """Return what has to be equal on all ranks: the optimizers' steps, the epoch's checksum and the samples left."""
+    position = [0, 0] if loader is None else [loader.epoch_shared.checksum, loader.epoch_shared.num_left]
+    return [num_steps, *position]
+
+
+def record_update(loader: SharedLoader | None, positions: Mapping[int, Sequence[float]]) -> None:
+    """Record an update with the samples of the ranks in ``positions``, each as of `position_of`.
+
+    Raises:
+        CollectiveError: ranks have made other steps, or read other samples.
+    """
+    steps = {rank: int(given[0]) for rank, given in positions.items()}
+    if len(set(steps.values())) > 1:
+        raise CollectiveError(
+            f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
+            "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
+        )
+    if loader is not None:
+        loader.commit({rank: (int(given[1]), int(given[2])) for rank, given in positions.items()})
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from typing import Any, Final, final
 import torch
 
 from ...distributed.world import World
-from ...errors import CollectiveError, PreparationError
+from ...errors import PreparationError
 from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
-from .shared_epoch import SharedLoader
+from .shared_epoch import position_of, record_update, running_loader
 
 #: The groups of settings that select another strategy; the plugins have the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
@@ -96,8 +96,7 @@ class Kept(Strategy, ABC):
                 "backward() after the gradients of this update were added up, under --keep_replicas: give one "
                 "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."
             )
-        loaders = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
-        shared = loaders[-1] if loaders else None
+        shared = running_loader(state)
         num_samples = 1 if shared is None else shared.num_own_samples
         items = num_samples if weight is None else float(weight) * bool(num_samples)
         loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
@@ -108,23 +107,33 @@ class Kept(Strategy, ABC):
             shared.has_backward = True
         if not state.sync_gradients:
             return
-        position = [0, 0] if shared is None else [shared.epoch_shared.checksum, shared.epoch_shared.num_left]
-        contribution = [self._weight, self._membership.count_steps(), *position]
-        contributions = self._average(contribution, has_scaler=scaler is not None)
+        if self._membership.trains_apart:
+            self._average_own()
+        else:
+            contribution = [self._weight, *position_of(shared, self._membership.count_steps())]
+            contributions = self._average(contribution, has_scaler=scaler is not None)
+            record_update(shared, {rank: position for rank, (_, *position) in contributions.items()})
+        if shared is not None:
+            shared.is_trained = True
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
         self._is_averaged = True
-        steps = {rank: int(given[1]) for rank, given in contributions.items()}
-        if len(set(steps.values())) > 1:
-            raise CollectiveError(
-                f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
-                "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
-            )
-        if shared is not None:
-            shared.commit({rank: (int(given[2]), int(given[3])) for rank, given in contributions.items()})
 
     def _own_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's values of a parameter or gradient."""
         return tensor
+
+    def _replica_weight(self) -> float:
+        """Return the number of items of the open window, as a mean over the ranks of this replica."""
+        return self._weight
+
+    def _average_own(self) -> None:
+        """Make the gradients the mean over the items of this replica alone."""
+        weight = self._replica_weight()
+        for parameter in (p for model in self._trained for p in model.parameters()):
+            if parameter.grad is not None and weight:
+                self._own_values(parameter.grad).div_(weight)
+            else:
+                parameter.grad = None
 
     def _average(self, contribution: list[float], *, has_scaler: bool = False) -> dict[int, list[float]]:
         """Average the gradients over the samples of all contributors; return their contributions by rank."""
