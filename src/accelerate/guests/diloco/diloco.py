@@ -211,6 +211,7 @@ class _JointState:
         self._diloco.num_steps = state["num_steps"]
         for fragment, saved in zip(self._diloco._fragments, state["fragments"], strict=True):
             fragment.restore(saved)
+            fragment.begin()
 
 
 @final

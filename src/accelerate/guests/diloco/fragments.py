@@ -187,8 +187,7 @@ class Fragment:
         means = _mean(iter(self._islands.gather(own)())).split([weight.outer.numel() for weight in self.weights])
         for weight, mean in zip(self.weights, means, strict=True):
             weight.outer.detach().copy_(mean)
-            weight.error.zero_()
-        self._assign(0.0)
+        self.begin()
         return own.nbytes * (self._islands.count - 1)
 
     def state(self) -> dict[str, Any]:
@@ -202,15 +201,19 @@ class Fragment:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state of another island, whose outer weights become the parameters."""
+        """Continue with a saved state, or with that of another island."""
         for weight, outer in zip(self.weights, state["outer"], strict=True):
             weight.outer.detach().copy_(outer)
-            weight.error.zero_()
         self.optimizer.load_state_dict(state["optimizer"])
         self.arriving = None
         if state["due"] is not None:
             means = [mean.to(weight.outer.device) for mean, weight in zip(state["means"], self.weights, strict=True)]
             self.arriving = Arriving(state["due"], None, means)
+
+    def begin(self) -> None:
+        """Set the parameters to the outer weights; nothing is left of compression."""
+        for weight in self.weights:
+            weight.error.zero_()
         self._assign(0.0)
 
     def _assign(self, kept: float) -> None:

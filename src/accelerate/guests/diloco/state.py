@@ -16,7 +16,7 @@ import torch
 from ...checkpointing.codec import encode
 from ...checkpointing.layout import read_state, write_encoded
 from ...errors import CheckpointError
-from .fragments import Arriving, Fragment, OuterWeight, local_values
+from .fragments import Fragment, OuterWeight, local_values
 from .islands import Islands
 
 if TYPE_CHECKING:
@@ -119,16 +119,12 @@ class DiLoCoState:
         for number, fragment in enumerate(self._fragments):
             saved = [part["fragments"][number] for part in self._parts]
             fits = [_fit(weight, self._islands.holds_replicas) for weight in fragment.weights]
-            for position, (weight, fit) in enumerate(zip(fragment.weights, fits, strict=True)):
-                weight.outer.detach().copy_(fit([one["outer"][position] for one in saved]))
-                weight.error = fit([one["error"][position] for one in saved]).to(weight.outer.device)
-            fragment.optimizer.load_state_dict(_fitted([one["optimizer"] for one in saved], fits))
-            fragment.arriving = None
-            if saved[0]["due"] is not None:
-                means = [fit([one["means"][position] for one in saved]) for position, fit in enumerate(fits)]
-                devices = [weight.outer.device for weight in fragment.weights]
-                found = [mean.to(device) for mean, device in zip(means, devices, strict=True)]
-                fragment.arriving = Arriving(saved[0]["due"], None, found)
+            own = {"due": saved[0]["due"], "optimizer": _fitted([one["optimizer"] for one in saved], fits)}
+            for name in ("outer", "error", *(["means"] if saved[0]["due"] is not None else [])):
+                own[name] = [fit([one[name][position] for one in saved]) for position, fit in enumerate(fits)]
+            fragment.restore(own)
+            for weight, error in zip(fragment.weights, own["error"], strict=True):
+                weight.error = error.to(weight.outer.device)
         return self._parts[0]["num_steps"]
 
     def _start_anew(self) -> None:
