@@ -795,10 +795,11 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         """Adopt the mesh of ``model`` if it was sharded before ``prepare``."""
         is_marked = model.__dict__.get("_is_accelerate_prepared", False)  # maybe another Accelerator adopted it
         if id(model) not in self._prepared_models and (self.strategy.hands_over_shards or not is_marked):
-            self._follow(parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers)))
+            is_in_use = bool(self._dataloaders or self._schedulers)
+            self._follow(self.strategy.mesh, parallel.adopt(self.strategy, model, is_in_use=is_in_use))
 
-    def _follow(self, strategy: parallel.Strategy) -> None:
-        if strategy.mesh != self.mesh:
+    def _follow(self, known: Mesh, strategy: parallel.Strategy) -> None:
+        if strategy.mesh != known:
             self.mesh = strategy.mesh
             self._weights = WindowWeights(self.mesh, self.gradient_state, self._windows)
             self._metric_gather = MetricGather(self.mesh, self.gradient_state)
@@ -1842,7 +1843,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         self._windows.forget()
         for release in (*self.gradient_state.hooks.free_memory, self.strategy.release):
             release()
-        self._follow(parallel.unadopted(self.strategy))
+        self._follow(self.strategy.mesh, parallel.unadopted(self.strategy))
         return release_memory(*objects)
 
     def _restore(self, model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -255,11 +256,7 @@ def slice_tensors(
 
     The last two arguments are for users' slice functions for dispatched loaders, which have the same signature.
     """
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[tensor_slice]
-
-    return recursively_apply(cut, data)
+    return recursively_apply(itemgetter(tensor_slice), data)
 
 
 def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[object, int]]:

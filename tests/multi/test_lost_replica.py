@@ -58,6 +58,7 @@ class Data(torch.utils.data.Dataset):
 
 torch.manual_seed(7 + rank)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+model._tp_plan = {"0": "colwise", "2": "rowwise"}  # for a mesh with such an axis
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.999**n)
 loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
@@ -124,9 +125,14 @@ slow = slow_for("several generations of processes", "kills")
 
 
 def _launch(
-    folder: Path, num_ranks: int, num_replacements: int, *arguments: str, options: tuple[str, ...] = ()
+    folder: Path,
+    num_ranks: int,
+    num_replacements: int,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    script: str = SCRIPT,
 ) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
     counts = ["--num_processes", str(num_ranks), "--keep_replicas", str(num_replacements)]
     command = [*launch, *counts, *options, str(folder / "train.py"), str(folder), *arguments]

@@ -132,7 +132,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def agreeing_world(self, order: object) -> None:
         """Return None, because only rank 0 draws."""
-        return None
 
     def _num_read(self, batch_info: BatchInfo) -> int:
         return batch_info.batches

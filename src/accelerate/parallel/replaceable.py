@@ -53,7 +53,7 @@ class ReplaceableSteps:
 
             config = self.strategy.options.plugins.parallelism
             assert config is not None, "the mesh has these axes by it"
-            return split_sequences(self.mesh, config, **buffers)
+            return split_sequences(self.strategy.mesh, config, **buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
         )

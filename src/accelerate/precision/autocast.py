@@ -202,10 +202,7 @@ def _forward_in(
 
     @wraps(function)
     def forward(*args: object, **kwargs: object) -> object:
-        if is_method:
-            args = (args[0], *cast(args[1:]))
-        else:
-            args = cast(args)
+        args = (args[0], *cast(args[1:])) if is_method else cast(args)
         outputs = function(*args, **cast(kwargs))
         return outputs if convert is None else convert(outputs)
 

@@ -134,6 +134,14 @@ def concatenated(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> Devic
     return root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
 
 
+@uses("torch.distributed.tensor.placement_types:_StridedShard")
+def shard_of(dim: int, split_factor: int) -> Placement:
+    """Return the placement that shards dimension ``dim``, cut into ``split_factor`` parts by another axis."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
+
+
 def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Shard a tensor that every rank has in full, without communication."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

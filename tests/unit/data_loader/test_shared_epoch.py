@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError, PreparationError
+from accelerate.guests.fault_tolerance.membership import Membership
 from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch, SharedLoader, own_share
 from accelerate.training.accumulation import GradientState
 
@@ -68,14 +69,16 @@ def test_drop_last_leaves_out_an_incomplete_step() -> None:
 class Alone:
     """The membership of one living rank."""
 
-    members, rank, is_joining, trains_apart = (0,), 0, False, False
+    members: tuple[int, ...] = (0,)
+    rank, num_copies, is_joining, trains_apart = 0, 1, False, False
+    reader_of, readers = Membership.reader_of, Membership.readers
 
 
-class Apart:
+class Apart(Alone):
     """The membership of rank 0, whose replicas train apart; rank 1 is lost before the first exchange."""
 
-    members: tuple[int, ...] = (0, 1)
-    rank, is_joining, is_behind, trains_apart = 0, False, False, True
+    members = (0, 1)
+    is_behind, trains_apart = False, True
 
     def exchange_apart(self, operation: str, own: object, loader: SharedLoader) -> list[object]:
         """Count the samples of rank 0 alone."""
@@ -85,6 +88,13 @@ class Apart:
 
     def is_with(self, rank: int) -> bool:
         return rank == 0
+
+
+class Halves(Alone):
+    """The membership of rank 3, among two replicas of two ranks that read the same samples."""
+
+    members = (0, 1, 2, 3)
+    rank, num_copies = 3, 2
 
 
 def loader(membership: Any = None) -> SharedLoader:
@@ -209,3 +219,9 @@ def test_the_last_batch_of_an_epoch_does_not_end_it_in_such_a_checkpoint() -> No
     assert saved["epoch"] == 0 and saved["running"]["order"].tolist() == [2, 3, 5]
     resumed.load_state_dict(saved)
     assert [batch.tolist() for batch in resumed] == [[2, 3], [5]]
+
+
+def test_ranks_that_share_a_model_read_the_same_samples() -> None:
+    read = [batch.tolist() for batch in loader(Halves())]
+    assert read == [[2, 3], [5]]
+    assert len(loader(Halves())) == 2

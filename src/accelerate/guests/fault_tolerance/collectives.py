@@ -11,6 +11,7 @@ from ...callers import call_site
 from ...data_loader.gathering import Joiner, tensors_of, with_tensors
 from ...data_loader.sampling import BatchCoverage
 from ...distributed.collectives import REDUCTIONS, check_reducible, finished, leaves_of, over_ranks
+from ...distributed.world import World, current_world
 from ...errors import CollectiveError, SettingError, UnequalTensors
 from ...nested import get_shape, recursively_apply
 from .shared_epoch import SharedLoader
@@ -27,14 +28,23 @@ def _gather(members: Membership, tensor: Any, *, to: int | None = None, **_: obj
     return recursively_apply(lambda leaf: next(joined).to(leaf.device), tensor)
 
 
-def _reduce(members: Membership, tensor: Any, reduction: str = "mean", scale: float = 1.0, **_: object) -> Any:
+def _reduce(
+    members: Membership,
+    tensor: Any,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    world: World | None = None,
+    **_: object,
+) -> Any:
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
     for leaf in leaves_of(tensor, "reduce"):
         check_reducible(leaf, reduction)
     if reduction == "none":
         return recursively_apply(torch.Tensor.clone, tensor)
-    rest = iter(_share_tensors(members, f"reduce {reduction}", tensor))
+    whole = current_world()
+    every = 1 if world is None or whole is None else whole.size // world.size  # the innermost axes are left out
+    rest = iter(_share_tensors(members, f"reduce {reduction}", tensor, every))
 
     def reduce_leaf(leaf: torch.Tensor) -> torch.Tensor:
         row = next(rest)
@@ -43,14 +53,18 @@ def _reduce(members: Membership, tensor: Any, reduction: str = "mean", scale: fl
     return recursively_apply(reduce_leaf, tensor)
 
 
-def _share_tensors(members: Membership, operation: str, tensor: Any) -> list[tuple[torch.Tensor, ...]]:
+def _share_tensors(members: Membership, operation: str, tensor: Any, every: int = 1) -> list[tuple[torch.Tensor, ...]]:
     """Return all members' tensors for each tensor in ``tensor``, in the order of ranks.
+
+    Args:
+        every: only those of ranks whose distance to this rank is a multiple of it.
 
     Raises:
         UnequalTensors: on all members, if the shapes or dtypes differ.
     """
     own = [leaf.detach().cpu() for leaf in leaves_of(tensor, operation)]
-    parts = members.share(operation, own)
+    given = members.share(operation, own)
+    parts = {rank: part for rank, part in given.items() if (rank - members.rank) % every == 0}
     kinds = {rank: [(list(leaf.shape), str(leaf.dtype)) for leaf in part] for rank, part in parts.items()}
     if any(kind != kinds[min(kinds)] for kind in kinds.values()):
         lines = "\n".join(f"  - Process {rank}: {kind}" for rank, kind in kinds.items())
@@ -119,7 +133,8 @@ def gather_for_metrics(
     """
     tensors, shared = tensors_of(data), loader if isinstance(loader, SharedLoader) else None
     on_host = with_tensors(data, [tensor.detach().cpu() for tensor in tensors])
-    parts = members.share("gather_for_metrics", (on_host, None if shared is None else shared.own_rows))
+    given = members.share("gather_for_metrics", (on_host, None if shared is None else shared.own_rows))
+    parts = {rank: part for rank, part in given.items() if rank == members.reader_of(rank)}
     if shared is not None:
         shared.note_gathered(parts)
     if not is_receiver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import selectors
 from collections.abc import Collection, Mapping
 from copy import copy
@@ -22,7 +23,7 @@ from ...launch.torchrun import Torchrun
 from ...ports import DEFAULT_PORT
 from ...settings.preemption import PREEMPTED_EXIT_CODE
 from ...wording import some_ranks
-from .launcher_members import REPLICA_JOINS_VARIABLE, Hosts, LauncherMembers, ReplicaMembers
+from .launcher_members import REPLICA_JOINS_VARIABLE, SHARDING_AXES, Hosts, LauncherMembers, ReplicaMembers
 from .options import ReplicaOptions
 from .other_hosts import RemoteMembers
 
@@ -153,27 +154,31 @@ def _replica_size(settings: Settings, size: int, num_here: int) -> int:
     """Return the number of ranks that hold a copy of the model together.
 
     Raises:
-        SettingError: the model is sharded in another way than by FSDP 2 over the ranks of one machine.
+        SettingError: the model isn't sharded by FSDP 2, or in another way than over the ranks of one machine.
     """
     axes, fsdp = settings.parallelism, settings.fsdp
     if fsdp is None:
         return 1
     shards = 1 if axes is None else axes.dp_shard_size
-    others = [name for name in ("pp", "ep", "cp", "sp", "tp") if axes is not None and getattr(axes, f"{name}_size") > 1]
+    ranks = 1 if axes is None else math.prod(getattr(axes, f"{axis}_size") for axis in SHARDING_AXES)
+    others = [name for name in ("pp", "ep", "sp") if axes is not None and getattr(axes, f"{name}_size") > 1]
     asked = f"{settings.quote('launch.keep_replicas')} with FSDP"
     if fsdp.fsdp_version != 2:
         raise SettingError(f"{asked} shards by version 2, and {settings.quote('fsdp.fsdp_version')}. Set it to 2.")
     if others:
         name = f"parallelism.{others[0]}_size"
-        raise SettingError(f"{asked} shards by FSDP alone, and {settings.quote(name)}. Leave that out.")
-    if shards < 2 or shards == size or num_here % shards:
+        raise SettingError(
+            f"{asked} shards by FSDP, tensor and context parallelism, and {settings.quote(name)}. Leave that out."
+        )
+    if shards < 2 or ranks == size or num_here % ranks:
         raise SettingError(
             f"{asked} keeps replicas of several ranks of one machine, so the {num_here} ranks of this one have to be a "
-            f"multiple of the ranks of a replica, and there have to be two replicas. Got dp_shard_size={shards} and "
-            f"{size} ranks. Give --use_parallelism_config, --parallelism_config_dp_shard_size (ranks of a replica) and "
-            "--parallelism_config_dp_replicate_size (replicas)."
+            f"multiple of the {ranks} ranks of a replica, and there have to be two replicas. Got "
+            f"dp_shard_size={shards} and {size} ranks. Give --use_parallelism_config, "
+            "--parallelism_config_dp_shard_size (shards of a replica) and --parallelism_config_dp_replicate_size "
+            "(replicas)."
         )
-    return shards
+    return ranks
 
 
 def _members_of(plan: LaunchPlan) -> ReplicaMembers | RemoteMembers:

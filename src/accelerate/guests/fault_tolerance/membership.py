@@ -97,7 +97,8 @@ class Membership(Members):
         self.minimum: int = minimum
         self._has_hosts = has_hosts
         self.replica_size: int = replica_size
-        self.mesh: DeviceMesh | None = None  # of a sharded model's DTensors
+        self.num_copies = 1  # of neighbouring ranks that read the same samples, because they share out their model
+        self.meshes: dict[tuple[str, ...], DeviceMesh] = {}  # of sharded models' DTensors, by their axes
         #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
@@ -206,7 +207,8 @@ class Membership(Members):
         from .shared_epoch import shared_loader
 
         world, loader = current_world(), cast("DataLoader[object]", dataloader)
-        return shared_loader(loader, self, 1 if world is None else world.size, arguments, data_seed, **common)
+        size = 1 if world is None else world.size // self.num_copies
+        return shared_loader(loader, self, size, arguments, data_seed, **common)
 
     def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
         """Pass notices to this process on to the members in the next exchange."""
@@ -219,6 +221,15 @@ class Membership(Members):
     def counterparts(self, ranks: Iterable[int]) -> list[int]:
         """Return those of ``ranks`` that hold the same part of the model, in order."""
         return sorted(rank for rank in ranks if (rank - self.rank) % self.replica_size == 0)
+
+    def reader_of(self, rank: int) -> int:
+        """Return the lowest of the ranks that read the same samples as ``rank``."""
+        return rank - rank % self.num_copies
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The members that read different samples."""
+        return tuple(rank for rank in self.members if rank == self.reader_of(rank))
 
     def is_with(self, rank: int) -> bool:
         """Return whether ``rank`` belongs to this rank's replica."""
@@ -382,7 +393,7 @@ class Membership(Members):
             raise CollectiveError(
                 f"members on several machines exchange only tensors, numbers, text and containers of these: {error}"
             ) from error
-        return with_mesh(state, self.mesh)
+        return with_mesh(state, self.meshes)
 
 
 def join(identity: ProcessIdentity, device: torch.device, kind: DeviceKind) -> Membership:

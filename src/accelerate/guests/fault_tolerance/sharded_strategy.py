@@ -1,4 +1,4 @@
-"""Replicas of several ranks that survive lost ranks: each shards its copy of the model with FSDP 2."""
+"""Replicas of several ranks that survive lost ranks: each shards its copy of the model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...modules import is_sharded
 from ...parallel.base import StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...precision import Precision
+from .launcher_members import SHARDING_AXES
 from .strategy import Kept, refuse
 
 
@@ -21,22 +22,28 @@ class KeptShards(Kept, FullyShardStrategy):
     """One replica for the ranks of a process group; a lost rank takes its replica along."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
-        refuse(options, "replicas that survive the loss of a rank are sharded by FSDP alone", "fsdp", "parallelism")
+        refuse(options, "replicas that survive the loss of a rank are sharded by FSDP 2", "fsdp", "parallelism")
         super().__init__(world, options)
         self.retry = None
-        self._own_mesh = Mesh.of(self.world, dp_shard=self.world.size)  # of the replica; `mesh` is that of all ranks
+        whole = self.mesh
+        self._num_readers = whole.data_share().count
+        shards, sequences, layers = (whole.size(axis) for axis in SHARDING_AXES)
+        self.mesh = Mesh.of(self.world, dp_shard=shards, cp=sequences, tp=layers)  # of the replica
+        self._membership.num_copies = self.mesh.size("cp", "tp")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of different micro-batches that the ranks of all replicas compute at the same time."""
+        return self._num_readers
 
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Shard ``model`` over the replica, with the values of the lowest member."""
-        mesh, self.mesh = self.mesh, self._own_mesh
-        try:
-            placed = super().place_model(model, precision, device_placement, evaluation_mode)
-        finally:
-            self.mesh = mesh
+        placed = super().place_model(model, precision, device_placement, evaluation_mode)
         if not evaluation_mode:
-            self._membership.mesh = self.shard_mesh()
+            sharded: Any = [parameter for parameter in placed.parameters() if is_sharded(parameter)]
+            self._membership.meshes |= {one.device_mesh.mesh_dim_names: one.device_mesh for one in sharded}
             self._begin(placed)
         return placed
 

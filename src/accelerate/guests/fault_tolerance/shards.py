@@ -14,6 +14,7 @@ from ...distributed.rendezvous import form_group
 from ...distributed.store_client import Coordinator
 from ...distributed.world import DEFAULT_TIMEOUT, World, release_before_leaving
 from ...modules import is_sharded
+from ...torch_private.distributed import shard_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,24 +44,29 @@ def without_meshes(state: Any) -> Any:
     def packed(found: Any) -> object:
         if not is_sharded(found):
             return found
-        dims = [place.dim if place.is_shard() else -1 for place in found.placements]
-        return (_SHARD, found.to_local().detach(), dims, [*found.shape], [*found.stride()])
+        # Shards by dimension; two axes may cut the same one.
+        layout = [
+            None if place.is_replicate() else (place.dim, getattr(place, "split_factor", 1))
+            for place in found.placements
+        ]
+        axes = found.device_mesh.mesh_dim_names
+        return (_SHARD, found.to_local().detach(), axes, layout, [*found.shape], [*found.stride()])
 
     return _mapped(state, packed)
 
 
-def with_mesh(state: Any, mesh: DeviceMesh | None) -> Any:
-    """Return ``state`` with a DTensor on ``mesh`` in place of each shard of `without_meshes`."""
+def with_mesh(state: Any, meshes: Mapping[tuple[str, ...], DeviceMesh]) -> Any:
+    """Return ``state`` with a DTensor on one of ``meshes`` in place of each shard of `without_meshes`."""
 
     def unpacked(found: Any) -> object:
         if not (isinstance(found, tuple) and found and isinstance(found[0], str) and found[0] == _SHARD):
             return found
-        assert mesh is not None, "the strategy that shards has set it"
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate
 
-        _, local, dims, shape, stride = found
-        places = [Replicate() if dim < 0 else Shard(dim) for dim in dims]
-        return DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+        _, local, axes, layout, shape, stride = found
+        places = [Replicate() if fields is None else shard_of(*fields) for fields in layout]
+        whole = {"shape": torch.Size(shape), "stride": tuple(stride)}
+        return DTensor.from_local(local, meshes[axes], places, run_check=False, **whole)
 
     return _mapped(state, unpacked)
 

@@ -284,28 +284,29 @@ class SharedLoader(PreparedLoader):
     def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
         membership, num_steps, plan = self.membership, 0, self.plan(None)
         while self._has_step(epoch):
-            members, num_returns = membership.members, epoch.num_returns
-            sampler = _Shares(epoch.copy(), members, membership.rank)
+            readers, num_returns = membership.readers, epoch.num_returns
+            reader = membership.reader_of(membership.rank)
+            sampler = _Shares(epoch.copy(), readers, reader)
             # Not from the global stream: a resumed run, or one that lost ranks, begins the rest of an epoch once more.
-            own = torch.Generator().manual_seed(zlib.crc32(repr(membership.rank).encode(), epoch.checksum))
+            own = torch.Generator().manual_seed(zlib.crc32(repr(reader).encode(), epoch.checksum))
             for batch in self.torch_loader(self.dataset, self.collate_fn, batch_sampler=sampler, generator=own):
-                indices, self.num_own_samples = own_share(epoch.draw(members), membership.rank)
+                indices, self.num_own_samples = own_share(epoch.draw(readers), reader)
                 num_steps += 1
-                is_last = not epoch.has_step(members)
+                is_last = not epoch.has_step(readers)
                 info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
                 yield plan.place(batch), info
                 if self._gathered is not None and not self.has_backward:
                     epoch.commit(self._gathered)
                 self._gathered = None
-                if membership.members != members or epoch.num_returns != num_returns:
+                if membership.readers != readers or epoch.num_returns != num_returns:
                     break  # the samples read ahead now belong to another rank
 
     def _has_step(self, epoch: SharedEpoch) -> bool:
         """Return whether the epoch has another step; replicas that train apart first agree on who has trained."""
         membership = self.membership
-        if not epoch.has_step(membership.members) and membership.trains_apart and self.has_backward and epoch.has_open:
+        if not epoch.has_step(membership.readers) and membership.trains_apart and self.has_backward and epoch.has_open:
             membership.exchange_apart("the end of an epoch", None, self)
-        return epoch.has_step(membership.members)
+        return epoch.has_step(membership.readers)
 
     def _draw_order(self) -> list[int]:
         batches: Any = self.batch_sampler
@@ -326,7 +327,7 @@ class SharedLoader(PreparedLoader):
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch without lost ranks."""
-        size = self.epoch_shared.batch_size * max(1, len(self.membership.members) or self.num_launched)
+        size = self.epoch_shared.batch_size * max(1, len(self.membership.readers) or self.num_launched)
         sampler: Any = self.batch_sampler
         num_samples = len(sampler.sampler)
         return num_samples // size if self._drop_last else -(-num_samples // size)
