@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,54 @@ from typing import Any
 import pytest
 
 from tests.engines.conftest import Launch, Running
-from tests.engines.test_two_hosts import NAMES, hosts, ip, machine
+from tests.engines.network import ADDRESSES, cut, kill_all, mend, network, pull
 from tests.multi.test_lost_replica import SCRIPT, _check, _lines
 from tests.slow import slow_for
 
-__all__ = ["hosts"]
-
-LINKS = ("acc-va", "acc-vb")
-NUM_LOSSES = 50
+RANKS_PER_HOST = 2
+#: The ranks of a host shard one replica.
+SHARDED = (
+    *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
+    *("--parallelism_config_dp_replicate_size", "3", "--parallelism_config_dp_shard_size", "2"),
+)
 #: Ten times of what they take on two idle cores.
 JOIN_SECONDS, GO_ON_SECONDS = 200.0, 30.0
 
 
 @dataclass
 class Run:
-    """A run on two hosts with two ranks each, of which machine 0 keeps the members."""
+    """A run on several hosts with two ranks each, of which machine 0 keeps the members."""
 
     folder: Path
-    hosts: tuple[Launch, Launch]
+    hosts: tuple[Launch, ...]
     options: tuple[str, ...] = ()
     launchers: dict[int, Running] = field(default_factory=dict)
     outputs: dict[int, list[Running]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
 
-    def start(self, index: int) -> None:
+    def __post_init__(self) -> None:
+        (self.folder / "train.py").write_text(SCRIPT)
+        self.num_ranks = RANKS_PER_HOST * len(self.hosts)
+        for host in range(len(self.hosts)):
+            self.start(host)
+        self.all_train()
+
+    def ranks_of(self, host: int) -> list[int]:
+        return [*range(RANKS_PER_HOST * host, RANKS_PER_HOST * (host + 1))]
+
+    def lost_with(self, rank: int) -> list[int]:
+        """The ranks that are lost with ``rank``."""
+        return self.ranks_of(rank // RANKS_PER_HOST) if "--use_fsdp" in self.options else [rank]
+
+    def start(self, host: int) -> None:
         """Start the launcher of a host, as an engine does."""
-        words = ("--keep_replicas", "1000", *self.options, str(self.folder / "train.py"), str(self.folder))
-        arguments = ("600", "1000000", "0.02", "{}", "0")
-        running = self.hosts[index].start(*machine(index), *words, *arguments)
-        self.launchers[index] = running
-        self.outputs.setdefault(index, []).append(running)
+        meeting = ("--main_process_ip", ADDRESSES[0], "--main_process_port", "29557", "--machine_rank", str(host))
+        counts = ("--num_machines", str(len(self.hosts)), "--num_processes", str(self.num_ranks))
+        words = ("--cpu", *meeting, *counts, "--keep_replicas", "1000", *self.options)
+        arguments = (str(self.folder / "train.py"), str(self.folder), "600", "1000000", "0.02", "{}", "0")
+        running = self.hosts[host].start(*words, *arguments)
+        self.launchers[host] = running
+        self.outputs.setdefault(host, []).append(running)
 
     @property
     def newest(self) -> tuple[float, list[int]]:
@@ -62,14 +79,13 @@ class Run:
         self.times.setdefault(what, []).append(time.time() - began)
 
     def all_train(self) -> None:
-        """All four ranks make updates."""
-        self.wait("all train", lambda: self.newest[1] == [0, 1, 2, 3], JOIN_SECONDS)
+        """All ranks make updates."""
+        self.wait("all train", lambda: self.newest[1] == [*range(self.num_ranks)], JOIN_SECONDS)
 
     def others_train(self, lost: list[int], what: str) -> None:
         """An update is made without the ranks ``lost``, after now."""
-        now, left = time.time(), [rank for rank in range(4) if rank not in lost]
+        now = time.time()
         self.wait(what, lambda: self.newest[0] > now and not set(self.newest[1]) & set(lost), GO_ON_SECONDS)
-        assert set(self.newest[1]) <= set(left)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(int((self.folder / f"pid_{rank}").read_text()), number)
@@ -77,36 +93,41 @@ class Run:
     def said(self) -> str:
         return "\n----\n".join(running.output for each in self.outputs.values() for running in each)
 
-    def lose_host(self, what: str, is_stopped: bool = False) -> tuple[int, str]:
-        """Wait until the others go on without the second host; return how its launcher ended."""
-        lost = self.launchers.pop(1)
-        self.others_train([2, 3], what)
-        if is_stopped:
-            os.kill(lost.process.pid, signal.SIGCONT)
+    def lose_host(self, host: int, what: str) -> tuple[int, str]:
+        """Wait until the others go on without a host; return how its launcher ended."""
+        lost = self.launchers.pop(host)
+        self.others_train(self.ranks_of(host), what)
+        os.kill(lost.process.pid, signal.SIGCONT)
         return lost.ended(GO_ON_SECONDS)
 
     def finish(self) -> None:
-        """Let the run end, and compare it with one process that makes the same updates."""
+        """Let the run end, compare it with one process that makes the same updates, and print the times."""
         (self.folder / "enough").touch()
         for index, running in self.launchers.items():
             code, output = running.ended(100)
             assert code == 0 or not (self.folder / "end_0.pt").exists(), f"machine {index}: {output}"
         epochs = {line["epoch"] for line in _lines(self.folder) if "samples" in line}
-        _check(self.folder, 4, len(list(self.folder.glob("end_*"))), 600, len(epochs))
+        _check(self.folder, self.num_ranks, len(list(self.folder.glob("end_*"))), 600, len(epochs))
+        for what, seconds in self.times.items():
+            middle, most = sorted(seconds)[len(seconds) // 2], max(seconds)
+            print(f"{what}: {len(seconds)} times, {middle:.1f} s, at most {most:.1f} s")
+
+
+#: What is lost: a rank, or a host other than machine 0.
+RANK_LOSSES = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP}
+HOST_LOSSES: dict[str, Callable[[Run, int], Any]] = {
+    "launcher killed": lambda run, host: run.launchers[host].process.kill(),
+    "launcher stopped": lambda run, host: os.kill(run.launchers[host].process.pid, signal.SIGSTOP),
+    "host killed": lambda run, host: kill_all(host),
+    "cable pulled": lambda run, host: pull(host),
+    "one direction cut": lambda run, host: cut(host),
+}
 
 
 @pytest.fixture
-def run(tmp_path: Path, hosts: tuple[Launch, Launch]) -> Run:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    made = Run(tmp_path, hosts, ("--lost_after_seconds", "5"))
-    for index in (0, 1):
-        made.start(index)
-    made.all_train()
-    return made
-
-
-def pull(is_down: bool) -> None:
-    ip("-n", NAMES[1], "link", "set", LINKS[1], "down" if is_down else "up")
+def run(tmp_path: Path) -> Iterator[Run]:
+    with network(2, tmp_path) as hosts:
+        yield Run(tmp_path, hosts, ("--lost_after_seconds", "5"))
 
 
 @pytest.mark.timeout(1000)
@@ -118,17 +139,17 @@ def test_the_others_go_on_whatever_is_lost(run: Run) -> None:
     run.others_train([2], "rank stopped")
     run.all_train()
     run.launchers[1].process.kill()
-    assert run.lose_host("launcher killed")[0] == -signal.SIGKILL
+    assert run.lose_host(1, "launcher killed")[0] == -signal.SIGKILL
     run.start(1)
     run.all_train()
-    pull(True)
-    code, output = run.lose_host("cable pulled")
-    assert code == 75 and "machine 1 has lost machine 0" in output, output
-    pull(False)
-    run.start(1)
-    run.all_train()
+    for what, lose in (("cable pulled", pull), ("one direction cut", cut)):
+        lose(1)
+        code, output = run.lose_host(1, what)
+        assert code == 75 and "machine 1 has lost machine 0" in output, output
+        mend(1)
+        run.start(1)
+        run.all_train()
     run.finish()
-    print({what: [round(seconds, 1) for seconds in each] for what, each in run.times.items()})
 
 
 @pytest.mark.timeout(300)
@@ -139,35 +160,25 @@ def test_without_machine_0_nobody_goes_on(run: Run) -> None:
     assert code == 75 and "machine 1 has lost machine 0" in output, output
 
 
-@pytest.mark.timeout(3000)
-@slow_for("50 losses take half an hour", "kills")
-def test_random_losses(run: Run) -> None:
+@pytest.mark.timeout(3600)
+@slow_for("random losses take half an hour", "kills")
+@pytest.mark.parametrize(("num_hosts", "num_losses", "options"), [(2, 30, ()), (3, 30, SHARDED)], ids=["2", "3"])
+def test_random_losses(tmp_path: Path, num_hosts: int, num_losses: int, options: tuple[str, ...]) -> None:
     draw = random.Random(5)
-
-    def kill_host() -> None:
-        left = subprocess.run(["ip", "netns", "pids", NAMES[1]], capture_output=True, text=True, check=True)
-        for pid in map(int, left.stdout.split()):
-            os.kill(pid, signal.SIGKILL)
-
-    on_host: dict[str, Callable[[], Any]] = {
-        "launcher killed": lambda: run.launchers[1].process.kill(),
-        "launcher stopped": lambda: os.kill(run.launchers[1].process.pid, signal.SIGSTOP),
-        "host killed": kill_host,
-        "cable pulled": lambda: pull(True),
-    }
-    on_rank = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP}
-    for _ in range(NUM_LOSSES):
-        time.sleep(draw.random() * 3)
-        what = draw.choice([*on_host, *on_rank])
-        if what in on_rank:
-            rank = draw.randrange(4)
-            run.kill(rank, on_rank[what])
-            run.others_train([rank], what)
-        else:
-            on_host[what]()
-            run.lose_host(what, is_stopped=what == "launcher stopped")
-            pull(False)
-            run.start(1)
-        run.all_train()
-    run.finish()
-    print({what: [round(seconds, 1) for seconds in each] for what, each in run.times.items()})
+    with network(num_hosts, tmp_path) as hosts:
+        run = Run(tmp_path, hosts, ("--lost_after_seconds", "5", *options))
+        for _ in range(int(os.environ.get("NUM_LOSSES", num_losses))):
+            time.sleep(draw.random() * 3)
+            what = draw.choice([*HOST_LOSSES, *RANK_LOSSES])
+            if what in RANK_LOSSES:
+                rank = draw.randrange(run.num_ranks)
+                run.kill(rank, RANK_LOSSES[what])
+                run.others_train(run.lost_with(rank), what)
+            else:
+                host = draw.randrange(1, num_hosts)
+                HOST_LOSSES[what](run, host)
+                run.lose_host(host, what)
+                mend(host)
+                run.start(host)
+            run.all_train()
+        run.finish()

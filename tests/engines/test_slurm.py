@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import NASTY, Launch, needs
+from tests.multi.test_lost_replica import SCRIPT, _check, _lines
 
 CONFIGURATION = """\
 ClusterName=tests
@@ -140,6 +142,38 @@ def test_a_failing_job_gives_its_code(launch: Launch, cluster: dict[str, str]) -
     given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
     code, output = launch(*given, "--slurm_output", "out.txt", "who.py", "--fail_rank", "0")
     assert code != 0, output
+
+
+def test_a_lost_machine_of_kept_replicas_is_started_again(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster
+    (launch.folder / "train.py").write_text(SCRIPT)
+    again = (
+        'for _ in 1 2 3; do "$@" --machine_rank "$SLURM_NODEID" "$SCRIPT" . 600 1000 0.02 {} 0 && exit; done; exit 1'
+    )
+    launch.variables["SCRIPT"] = "train.py"
+    step = ("srun", "--no-kill", "--kill-on-bad-exit=0", "sh", "-c", again, "sh")
+    launch.prefix = ("salloc", "--nodes", "2", "--ntasks-per-node", "1", "-Q", *step)
+    meeting = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", "29643")
+    running = launch.start("--cpu", "--num_processes", "4", *meeting, "--keep_replicas", "3")
+
+    def members_since(moment: float) -> list[list[int]]:
+        return [line["members"] for line in _lines(launch.folder) if "members" in line and line["time"] > moment]
+
+    def trains(*ranks: int) -> bool:
+        assert running.process.poll() is None, running.output
+        return [*ranks] in members_since(moment)
+
+    moment = 0.0
+    wait_until(lambda: trains(0, 1, 2, 3), 100)
+    moment = time.time()
+    lost = int((launch.folder / "pid_2").read_text())
+    os.kill(int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)  # its launcher
+    wait_until(lambda: trains(0, 1), 60)
+    wait_until(lambda: trains(0, 1, 2, 3), 100)
+    (launch.folder / "enough").touch()
+    code, output = running.ended()
+    assert code == 0, output
+    _check(launch.folder, 4, 4, 600, len({line["epoch"] for line in _lines(launch.folder) if "samples" in line}))
 
 
 @pytest.mark.timeout(1300)  # Slurm holds a job that is queued again back for two minutes

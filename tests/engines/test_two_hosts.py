@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import NASTY, WHO, Launch, needs
+from tests.engines.conftest import NASTY, WHO, Launch
+from tests.engines.network import ADDRESSES, NAMES, network, pull
 
-NAMES = ("acc-a", "acc-b")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29555"
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Launch, Launch]]:
-    """A launcher on each of two hosts."""
-    needs("ip", "unshare")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root here")
-    try:
-        ip("link", "add", "acc-va", "type", "veth", "peer", "name", "acc-vb")
-    except subprocess.CalledProcessError:
-        pytest.skip("this system doesn't allow network namespaces")
-    launchers = []
-    try:
-        for index, (name, address, link) in enumerate(zip(NAMES, ADDRESSES, ("acc-va", "acc-vb"), strict=True)):
-            ip("netns", "add", name)
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True, exist_ok=True)
-            rows = [f"{where} {who}" for where, who in zip(ADDRESSES, NAMES, strict=True)]
-            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
-            home = tmp_path / str(index)
-            home.mkdir()
-            shutil.copy(WHO, home / "who.py")
-            inside = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name)
-            launchers.append(Launch(home, variables={"GLOO_SOCKET_IFNAME": link}, prefix=inside))
-        yield launchers[0], launchers[1]
-    finally:
-        for name in NAMES:
-            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for pid in map(int, left):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+def hosts(tmp_path: Path) -> Iterator[tuple[Launch, ...]]:
+    """A launcher on each of two hosts, with the program who.py."""
+    with network(2, tmp_path) as launchers:
+        for launcher in launchers:
+            shutil.copy(WHO, launcher.folder / "who.py")
+        yield launchers
 
 
 def machine(rank: int, *more: str, processes: int = 4) -> tuple[str, ...]:
@@ -77,7 +39,7 @@ def machine(rank: int, *more: str, processes: int = 4) -> tuple[str, ...]:
     )
 
 
-def both(hosts: tuple[Launch, Launch], words: tuple[str, ...], program: tuple[str, ...], **options: int) -> list[str]:
+def both(hosts: tuple[Launch, ...], words: tuple[str, ...], program: tuple[str, ...], **options: int) -> list[str]:
     """The outputs of both launchers, which ended well."""
     running = [host.start(*machine(rank, *words, **options), *program) for rank, host in enumerate(hosts)]
     ends = [process.ended() for process in running]
@@ -85,12 +47,12 @@ def both(hosts: tuple[Launch, Launch], words: tuple[str, ...], program: tuple[st
     return [output for _, output in ends]
 
 
-def lines(hosts: tuple[Launch, Launch]) -> list[dict[str, object]]:
+def lines(hosts: tuple[Launch, ...]) -> list[dict[str, object]]:
     return [line for host in hosts for line in host.lines()]
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_two_times_two_ranks_meet(hosts: tuple[Launch, Launch], rendezvous: str) -> None:
+def test_two_times_two_ranks_meet(hosts: tuple[Launch, ...], rendezvous: str) -> None:
     both(hosts, ("--rdzv_backend", rendezvous), ("who.py", "--out", ".", *NASTY))
     found = lines(hosts)
     assert sorted((line["rank"], line["local_rank"]) for line in found) == [(0, 0), (1, 1), (2, 0), (3, 1)]
@@ -98,7 +60,7 @@ def test_two_times_two_ranks_meet(hosts: tuple[Launch, Launch], rendezvous: str)
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_a_killed_rank_is_started_again_with_its_world(hosts: tuple[Launch, Launch], rendezvous: str) -> None:
+def test_a_killed_rank_is_started_again_with_its_world(hosts: tuple[Launch, ...], rendezvous: str) -> None:
     both(
         hosts,
         ("--rdzv_backend", rendezvous, "--max_restarts", "2"),
@@ -108,11 +70,11 @@ def test_a_killed_rank_is_started_again_with_its_world(hosts: tuple[Launch, Laun
     assert sorted((line["rank"], line["sum"]) for line in lines(hosts)) == [(0, 3.0), (1, 3.0)]
 
 
-def test_a_pulled_cable_ends_the_run_in_bounded_time(hosts: tuple[Launch, Launch]) -> None:
+def test_a_pulled_cable_ends_the_run_in_bounded_time(hosts: tuple[Launch, ...]) -> None:
     program = ("who.py", "--rounds", "2000", "--pause", "0.05", "--patience", "8")
     running = [host.start(*machine(rank, processes=2), *program) for rank, host in enumerate(hosts)]
     running[0].says("round")
-    ip("-n", NAMES[1], "link", "set", "acc-vb", "down")
+    pull(1)
     pulled = time.monotonic()
     ends = [process.ended(90) for process in running]
     seconds = time.monotonic() - pulled
@@ -121,12 +83,12 @@ def test_a_pulled_cable_ends_the_run_in_bounded_time(hosts: tuple[Launch, Launch
     assert seconds < 60 and "First cause: rank" in outputs
 
 
-def test_preflight_names_both_hosts(hosts: tuple[Launch, Launch]) -> None:
+def test_preflight_names_both_hosts(hosts: tuple[Launch, ...]) -> None:
     first, _ = both(hosts, ("--preflight",), (), processes=2)
-    assert all(name in first for name in NAMES) and "rendezvous (world size 2)" in first
+    assert all(name in first for name in NAMES[:2]) and "rendezvous (world size 2)" in first
 
 
-def test_a_name_that_no_host_has_is_refused_at_once(hosts: tuple[Launch, Launch]) -> None:
+def test_a_name_that_no_host_has_is_refused_at_once(hosts: tuple[Launch, ...]) -> None:
     words = ("--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_port", PORT)
     code, output = hosts[1](*words, "--machine_rank", "1", "--main_process_ip", "no-such-host.invalid", "who.py")
     assert code == 2 and "can't be resolved on acc-b" in output, output
