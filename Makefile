@@ -137,7 +137,7 @@ xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to downl
 kills: setup     ## kill runs inside saving (300), preempt them (200), flip bits, lose replicas, check the hours of killed runs (an hour)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py tests/multi/test_preemption.py tests/multi/test_ledger_kills.py \
 		tests/multi/test_flight_record.py tests/multi/test_hardware_check.py tests/multi/test_lost_replica.py \
-		tests/multi/test_memory_kill.py tests/multi/test_lost_meshes.py tests/diloco/test_lost_islands.py
+		tests/multi/test_memory_kill.py tests/multi/test_lost_meshes.py tests/multi/test_lost_loaders.py tests/diloco/test_lost_islands.py
 	RUN_SLOW=1 $(BIN)/python -m pytest -q -n 0 -m engines tests/engines/test_lost_hosts.py
 
 processors: setup  ## run the tests that compute under each instruction set this processor has, on 1 and 2 threads (minutes)

@@ -27,6 +27,8 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "steps": ({}, {"inner_steps": 0}, ("inner_steps=0", "at least 1")),
     "fragments": ({}, {"inner_steps": 2, "fragments": 3}, ("fragments=3, inner_steps=2",)),
     "share": ({}, {"kept": 1.0}, ("kept=1.0",)),
+    "no optimizer": ({}, {"outer_optimizer": lambda _: None}, ("returned a NoneType",)),
+    "optimizer of some": ({}, {"outer_optimizer": lambda given: torch.optim.SGD(given[:1])}, ("returned a SGD",)),
 }
 
 
@@ -68,9 +70,32 @@ def _float64() -> None:
     DiLoCo(accelerator, accelerator.prepare(torch.nn.Linear(4, 4, dtype=torch.float64)))
 
 
+def _outside() -> None:
+    accelerator = Accelerator(cpu=True)
+    DiLoCo(accelerator, accelerator.prepare(torch.nn.Linear(4, 4))).step()
+
+
+def _unequally_often() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with DiLoCo(accelerator, model, inner_steps=4, fragments=2) as diloco:
+        for _ in range(8 + 4 * accelerator.process_index):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(_unprepared, r"accelerator\.prepare"), (_made, "Give a function"), (_float64, "float32")],
+    [
+        (_unprepared, r"accelerator\.prepare"),
+        (_made, "Give a function"),
+        (_float64, "float32"),
+        (_outside, "outside of `with DiLoCo"),
+        (_unequally_often, "different numbers of exchanges"),
+    ],
 )
 def test_a_model_or_optimizer_that_does_not_fit_is_refused(function: Callable[[], None], words: str) -> None:
     with pytest.raises(AssertionError, match=words):

@@ -129,7 +129,10 @@ def test_gradients_are_clipped_in_their_own_precision(layout: str) -> None:
             norm, gradients = plain(dtype, norm_type, limit)
             if found is not None:
                 assert found[1] is dtype
-                assert found[0] == pytest.approx(norm, rel=DTYPES[dtype]), (layout, dtype, norm_type)
+                # The smallest gradient is what others leave when they cancel out.
+                largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+                error = DTYPES[dtype] * largest if norm_type == -INFINITY else 0.0
+                assert found[0] == pytest.approx(norm, rel=DTYPES[dtype], abs=error), (layout, dtype, norm_type)
             if rank == 0:
                 assert set(update) == set(gradients)
             for name, ours in update.items():

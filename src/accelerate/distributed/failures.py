@@ -502,7 +502,7 @@ class MemoryWatch:
                 return f"Out of memory: the kernel killed {kills} process(es) in {name} during this run.{bound}"
         if not now:
             return f"The kernel's count of out-of-memory kills can't be read here.{bound}"
-        return f"The kernel counted no out-of-memory kill during this run: something else sent SIGKILL.{bound}"
+        return f"The kernel counted no out-of-memory kill during this run, so a process sent SIGKILL.{bound}"
 
 
 _KERNEL_LOG = "/dev/kmsg"

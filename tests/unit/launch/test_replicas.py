@@ -85,7 +85,7 @@ def test_what_a_rank_gave_before_it_died_counts(launcher: Launcher) -> None:
     launcher.members.lost(1)
     assert not has_answer(ranks[0])
     launcher.send(ranks[2], operation="update", value=2)
-    expected = {"values": {"0": 0, "1": 1, "2": 2}, "members": [0, 2], "joining": [], "ending": ""}
+    expected = {"values": {"0": 0, "1": 1, "2": 2}, "members": [0, 2], "joining": [], "awaited": [], "ending": ""}
     assert answer(ranks[0]) == answer(ranks[2]) == expected
 
 
@@ -96,7 +96,13 @@ def test_half_a_line_does_not_count(launcher: Launcher) -> None:
     ranks[2].sendall(b'{"operation": "update", "val')
     launcher.run()
     launcher.members.lost(2)
-    assert answer(ranks[1]) == {"values": {"0": 0, "1": 1}, "members": [0, 1], "joining": [], "ending": ""}
+    assert answer(ranks[1]) == {
+        "values": {"0": 0, "1": 1},
+        "members": [0, 1],
+        "joining": [],
+        "awaited": [],
+        "ending": "",
+    }
 
 
 def test_a_process_joins_with_the_state_that_a_member_gave(launcher: Launcher) -> None:
@@ -251,7 +257,13 @@ def test_of_a_lost_replica_what_all_of_its_ranks_gave_counts(pairs: Launcher) ->
     for rank in (0, 2, 3):
         pairs.send(ranks[rank], operation="update", value=rank)
     pairs.members.lost(0)
-    assert answer(ranks[2]) == {"values": {"2": 2, "3": 3}, "members": [2, 3], "joining": [], "ending": ""}
+    assert answer(ranks[2]) == {
+        "values": {"2": 2, "3": 3},
+        "members": [2, 3],
+        "joining": [],
+        "awaited": [],
+        "ending": "",
+    }
     with contextlib.suppress(BrokenPipeError):  # it comes too late, and is no part of the next exchange
         pairs.send(ranks[1], operation="update", value=1)
     ranks = [pairs.connect(rank, start=1) for rank in (0, 1)] + ranks[2:]

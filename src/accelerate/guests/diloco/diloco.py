@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, final
 import torch
 
 from ...accelerator import Accelerator
-from ...errors import CheckpointError, SettingError
+from ...errors import CheckpointError, CollectiveError, SettingError
 from ...seams import LoopHook
 from .compression import CODECS
 from .fragments import Fragment, OuterOptimizer, OuterWeight, average_optimizer_states, divide, local_values
@@ -78,6 +78,7 @@ class DiLoCo:
         self.model = model
         self.num_steps: int = 0
         self.bytes_sent: int = 0
+        self._num_exchanges = 0
         self.inner_steps = inner_steps
         self.enabled: bool = accelerator.num_processes > 1
         self._delay = min(overlap_steps, inner_steps - 1) if overlap else 0
@@ -98,7 +99,9 @@ class DiLoCo:
         for number, group in enumerate(groups, start=1):
             offset = number * inner_steps // len(groups)
             make = outer_optimizer or NESTEROV
-            self._fragments.append(Fragment(group, offset, self._islands, CODECS[compression], make))
+            optimizer = make([weight.outer for weight in group])
+            _check_optimizer(optimizer, group)
+            self._fragments.append(Fragment(group, offset, self._islands, CODECS[compression], optimizer))
 
     def _check_arguments(self, outer_optimizer: object, compression: str, fragments: int, overlap_steps: int) -> None:
         """Raise if an argument has no meaning.
@@ -151,7 +154,15 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count one update; send and apply the fragments whose turn it is. Call it after ``optimizer.step()``."""
+        """Count one update; send and apply the fragments whose turn it is. Call it after ``optimizer.step()``.
+
+        Raises:
+            SettingError: the call is outside of the block.
+        """
+        if self.enabled and not self._undo:
+            raise SettingError(
+                "diloco.step() outside of `with DiLoCo(...) as diloco:` exchanges nothing. Move it inside."
+            )
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -161,6 +172,7 @@ class DiLoCo:
             self._free_gathered()
         for fragment in due:
             fragment.apply(self._kept)
+        self._num_exchanges += len(turn)
         for fragment in turn:
             self.bytes_sent += fragment.send(self.num_steps + self._delay)
             if not self._delay:
@@ -169,6 +181,7 @@ class DiLoCo:
     @torch.no_grad()
     def _average(self) -> None:
         """Make all islands equal: apply what is on its way, then average weights, optimizer states and buffers."""
+        self._check_numbers()
         self._free_gathered()
         for fragment in self._fragments:
             if fragment.arriving is not None:
@@ -178,6 +191,23 @@ class DiLoCo:
         self.bytes_sent += average_optimizer_states(self.accelerator, self.model, self._islands)
         buffers = [local_values(one) for one in self.model.buffers() if one.is_floating_point() and not one.is_meta]
         self._islands.average(buffers, inside=True)
+
+    def _check_numbers(self) -> None:
+        """Raise on all ranks if they have made different numbers of exchanges.
+
+        Raises:
+            CollectiveError: they have, or a rank never comes to the end of its block.
+        """
+        coordinator = self.accelerator.world.coordinator
+        if coordinator is None:  # with --keep_replicas, an exchange itself says which rank makes another
+            return
+        coordinator.require_all("the end of a DiLoCo block")
+        numbers = coordinator.exchange(f"diloco/{coordinator.number}", str(self._num_exchanges), " ".join, seconds=60)
+        if isinstance(numbers, str) and len({*numbers.split()}) > 1:
+            raise CollectiveError(
+                f"DiLoCo: ranks have made different numbers of exchanges ({numbers}, in the order of ranks). Call "
+                "`diloco.step()` equally often on all islands: end the loop at the same update on all ranks."
+            )
 
     def _free_gathered(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""
@@ -191,6 +221,20 @@ class DiLoCo:
 
     def _state(self) -> DiLoCoState:
         return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)
+
+
+def _check_optimizer(optimizer: object, weights: Sequence[OuterWeight]) -> None:
+    """Raise unless ``optimizer`` is one of all ``weights``.
+
+    Raises:
+        SettingError: it isn't.
+    """
+    groups: Any = getattr(optimizer, "param_groups", [])
+    if {id(p) for group in groups for p in group["params"]} != {id(weight.outer) for weight in weights}:
+        raise SettingError(
+            f"DiLoCo(outer_optimizer=...): the function returned a {type(optimizer).__name__}, not an optimizer of all "
+            "parameters that it was given. Return `torch.optim.SGD(parameters, lr=0.7)`, for example."
+        )
 
 
 @final

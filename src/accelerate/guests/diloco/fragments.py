@@ -138,11 +138,16 @@ class Fragment:
     """
 
     def __init__(
-        self, weights: Sequence[OuterWeight], offset: int, islands: Islands, codec: Codec, optimizer: OuterOptimizer
+        self,
+        weights: Sequence[OuterWeight],
+        offset: int,
+        islands: Islands,
+        codec: Codec,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.weights: list[OuterWeight] = list(weights)
         self.offset = offset
-        self.optimizer: torch.optim.Optimizer = optimizer([weight.outer for weight in self.weights])
+        self.optimizer: torch.optim.Optimizer = optimizer
         self.arriving: Arriving | None = None
         self._islands, self._codec = islands, codec
 

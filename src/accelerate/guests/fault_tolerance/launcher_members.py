@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -207,7 +208,7 @@ class ReplicaMembers(LauncherMembers):
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._arrived_at = 0.0
         self._busy: set[int] = set()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, Any] = {}  # rank -> the number of the loader in whose loop it joins; None: any
         self._starters = set(range(size))  # ranks whose process was started at the beginning
         self._ended: set[int] = set()  # the ones of these that have finished
         self._lost_after_seconds = lost_after_seconds
@@ -245,7 +246,7 @@ class ReplicaMembers(LauncherMembers):
                     other.send({}, file)
         if message["operation"] == "join":
             if not self.ending:
-                self._waiting.add(rank)
+                self._waiting[rank] = message["value"]
                 self._arrived_at = time.monotonic()
             return
         if rank not in self.members:  # its replica was lost before this arrived
@@ -262,7 +263,7 @@ class ReplicaMembers(LauncherMembers):
         self._complete()
 
     def _leave(self, rank: int) -> None:
-        self._waiting.discard(rank)
+        self._waiting.pop(rank, None)
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
@@ -272,7 +273,7 @@ class ReplicaMembers(LauncherMembers):
             self._ended.add(rank)
         gone = self.replica_of(rank) if has_failed else (rank,)
         self.members.difference_update(gone)
-        self._waiting.difference_update(gone)
+        self._forget_waiting(gone)
         self._busy.difference_update(gone)
         if has_failed:
             self._end_replica(rank)
@@ -312,7 +313,7 @@ class ReplicaMembers(LauncherMembers):
         if operations == {"admit"} and any(given["path"] for given in values.values()):
             joined = set(self._joining())
             self.members |= joined
-            self._waiting -= joined
+            self._forget_waiting(joined)
             updates = next(given["updates"] for given in values.values())
             paths = {rank: given["path"] for rank, given in values.items()}
             self._answer(joined, self._reply({**paths, -1: updates}))
@@ -320,11 +321,16 @@ class ReplicaMembers(LauncherMembers):
 
     def _reply(self, values: dict[int, Any]) -> dict[str, Any]:
         members, joining = sorted(self.members), self._joining()
-        return {"values": values, "members": members, "joining": joining, "ending": self.ending}
+        awaited = sorted({self._waiting[rank] for rank in joining} - {None})
+        return {"values": values, "members": members, "joining": joining, "awaited": awaited, "ending": self.ending}
+
+    def _forget_waiting(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._waiting.pop(rank, None)
 
     def _joining(self) -> list[int]:
         """Return the waiting ranks of replicas of which all ranks wait."""
-        return sorted(rank for rank in self._waiting if self._waiting >= {*self.replica_of(rank)})
+        return sorted(rank for rank in self._waiting if self._waiting.keys() >= {*self.replica_of(rank)})
 
     def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
         for rank in ranks:
@@ -418,7 +424,9 @@ class ReplicaMembers(LauncherMembers):
     def _lose_host(self, link: HostLink, why: str) -> None:
         machine = self._links.pop(link)
         link.close()
-        lost = sorted((self.members | self._waiting).intersection(self._ranks_of(machine))) if machine >= 0 else []
+        lost = (
+            sorted((self.members | self._waiting.keys()).intersection(self._ranks_of(machine))) if machine >= 0 else []
+        )
         for rank in lost:
             self.lost(rank)
         if lost:

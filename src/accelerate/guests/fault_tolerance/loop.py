@@ -11,7 +11,7 @@ from ...errors import SettingError
 from ...seams import LoopHook
 from ...settings import env
 from .membership import Membership
-from .shared_epoch import running_loader
+from .shared_epoch import SharedLoader, running_loaders
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -37,7 +37,7 @@ def join_replicas(run: Accelerator) -> LoopHook:
             "folder. Give Accelerator(project_dir=...) and let the script call `accelerator.resume()` before its loop."
         )
     membership.count_steps = lambda: sum(int(optimizer.num_updates) for optimizer in run._optimizers)
-    membership.running_loader = lambda: running_loader(run.gradient_state)
+    membership.running_loaders = lambda: running_loaders(run.gradient_state)
     return _KeptRun(run, membership)
 
 
@@ -68,15 +68,25 @@ class _KeptRun(LoopHook):
                 self._enter()
         elif not membership.joining and not membership.ending:
             return
-        elif getattr(loader, "is_trained", False) and self._run.gradient_state.sync_gradients:
-            if membership.joining:
+        elif self._run.gradient_state.sync_gradients and self._is_outermost(loader, begins):
+            awaited = [self._run._dataloaders[number] for number in membership.awaited]
+            if membership.joining and all(one is loader or not one.is_trained for one in awaited):
                 membership.admit(lambda: self._state(loader if begins else None))
             if membership.ending:
                 self._save_and_end(loader, begins)
 
+    def _is_outermost(self, loader: object, begins: bool) -> bool:
+        """Return whether ``loader`` is trained with, in a loop that is inside of no other such loop."""
+        if not isinstance(loader, SharedLoader) or not loader.is_trained:
+            return False
+        running = self._membership.running_loaders()
+        others = [one for one in running if one is not loader and one.is_trained]
+        return not others if begins else all(loader.began < one.began for one in others)
+
     def _join(self, begins: bool) -> None:
         """Become a member; if a pass ``begins``, skip passes until the script reaches the others' epoch."""
-        state = self._membership.receive_state()
+        awaits = self._membership.awaits
+        state = self._membership.receive_state(None if awaits is None else self._run._dataloaders.index(awaits))
         if begins:
             self._state_to_enter_with = state
             for loader, (num_passes, first_epoch), saved in zip(
@@ -111,12 +121,12 @@ class _KeptRun(LoopHook):
 
     def _state(self, begun: object) -> dict[str, object]:
         """Return the ranks' common state at the beginning of a pass over ``begun``."""
-        run = self._run
+        run, running = self._run, self._membership.running_loaders()
         return {
             "stateful": [one.state_dict() for one in self._stateful()],
             "joint": [one.state_dict() for one in self._membership.joint_states],
             "num_updates": [optimizer.num_updates for optimizer in run._optimizers],
-            "loaders": [loader.shared_state(begins=loader is begun) for loader in run._dataloaders],
+            "loaders": [one.shared_state(begins=one is begun or one not in running) for one in run._dataloaders],
             "passes": [loader.shared_passes(begins=loader is begun) for loader in run._dataloaders],
             "saved": self._membership.last_saved,
             "streams": capture_host_streams(("python", "torch")),

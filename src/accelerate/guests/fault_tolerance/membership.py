@@ -55,6 +55,7 @@ class Answer:
     members: tuple[int, ...]
     joining: tuple[int, ...]
     ending: str
+    awaited: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, line: bytes) -> Answer:
@@ -63,7 +64,8 @@ class Answer:
         if "error" in found:
             raise CollectiveError(found["error"])
         values = {int(rank): value for rank, value in found["values"].items()}
-        return cls(values, tuple(found["members"]), tuple(found["joining"]), found["ending"])
+        members, joining, awaited = (tuple(found[name]) for name in ("members", "joining", "awaited"))
+        return cls(values, members, joining, found["ending"], awaited)
 
 
 @final
@@ -109,7 +111,9 @@ class Membership(Members):
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0
         self.count_steps: Callable[[], int] = lambda: 0  # the optimizers' steps, which the loop's hook counts
-        self.running_loader: Callable[[], SharedLoader | None] = lambda: None  # the innermost one, as the hook says
+        self.running_loaders: Callable[[], list[SharedLoader]] = list[Any]  # as the hook says
+        self.awaits: SharedLoader | None = None  # this process joins in a loop over it; None: in any
+        self.awaited: tuple[int, ...] = ()  # the same of the waiting processes, by the loaders' numbers
         self._mapped: dict[Path, torch.Tensor] = {}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -160,15 +164,16 @@ class Membership(Members):
         """Return the objects of this rank and its counterparts in the other living replicas, in the order of ranks.
 
         The samples that a replica has read since the last call count as trained once it has sent its object; those of
-        a lost replica are read again. With ``loader``, these are its samples, else those of the running loop.
+        a lost replica are read again. These are the samples of running loops, and of ``loader``.
         """
         from .shared_epoch import position_of, record_update
 
         if self.is_behind:
             return [own]
-        loader = self.running_loader() if loader is None else loader
-        shared = self.share(operation, (own, position_of(loader, self.count_steps())))
-        record_update(loader, {rank: position for rank, (_, position) in shared.items()})
+        loaders = self.running_loaders()
+        loaders += [] if loader is None or loader in loaders else [loader]
+        shared = self.share(operation, (own, position_of(loaders, self.count_steps())))
+        record_update(loaders, {rank: position for rank, (_, position) in shared.items()})
         return [shared[rank][0] for rank in self.counterparts(shared)]
 
     def save(self, save: Callable[[], str], *, is_window_open: bool) -> str:
@@ -186,17 +191,19 @@ class Membership(Members):
         if self.is_behind:
             return self.last_saved  # the others have already passed this save
 
+        own: list[Exception] = []
+
         def attempt() -> dict[str, str]:
             try:
                 return {"address": save()}
-            except CheckpointError as error:
-                return {"error": str(error)}
             except Exception as error:  # whatever it is, all members raise it
-                return {"error": f"can't save: {type(error).__name__}: {error}"}
+                own.append(error)
+                is_told = isinstance(error, CheckpointError)
+                return {"error": str(error) if is_told else f"can't save: {type(error).__name__}: {error}"}
 
         found, _ = self.made_by_lowest("save_state", attempt)
         if "error" in found:
-            raise CheckpointError(found["error"])
+            raise CheckpointError(found["error"]) from (own[-1] if own else None)
         self.last_saved = found["address"]
         return found["address"]
 
@@ -273,6 +280,7 @@ class Membership(Members):
             raise CollectiveError(_LAUNCHER_ENDED)
         answer = Answer.of(line)
         self.members, self.joining, self.ending = answer.members, answer.joining, answer.ending
+        self.awaited = answer.awaited
         return answer
 
     def made_by_lowest(self, operation: str, make: Callable[[], Made], *, is_file: bool = False) -> tuple[Made, bool]:
@@ -355,9 +363,9 @@ class Membership(Members):
         name, is_own = self.made_by_lowest(operation, lambda: self._write(make()), is_file=True)
         return None if is_own else self._load(name)
 
-    def receive_state(self) -> Any:
-        """Wait until the members admit this process, and return their common state."""
-        self._send({"operation": "join", "value": None})
+    def receive_state(self, loader: int | None) -> Any:
+        """Wait until the members admit this process, in a loop over their ``loader``; return their common state."""
+        self._send({"operation": "join", "value": loader})
         answer = self._receive()
         self.is_joining, self._num_updates = False, answer.values[-1]
         given = (answer.values[rank] for rank in self.counterparts(answer.values) if rank >= 0)

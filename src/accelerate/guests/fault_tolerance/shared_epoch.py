@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import zlib
@@ -136,6 +137,7 @@ class SharedLoader(PreparedLoader):
         self._gathered: set[int] | None = None  # the ranks whose results of the open batches were gathered
         self._is_restored = False
         self.num_passes: int = 0  # passes that the script has begun, including missed ones
+        self.began: int = 0  # the number of the newest pass among those of all loaders
         self._first_epoch = -1
         self._num_missed = 0  # passes that the others have finished before this process joined them
 
@@ -170,6 +172,7 @@ class SharedLoader(PreparedLoader):
     def iteration(self) -> int:
         """The epoch of the running or the next pass, in which a replacement process joins."""
         if self.membership.is_joining:
+            self.membership.awaits = self
             for hook in self.gradient_state.hooks.between_batches:
                 hook(self)
         return self.progress.epoch
@@ -229,6 +232,7 @@ class SharedLoader(PreparedLoader):
         """Continue from another rank's position."""
         self.progress.epoch, self.is_trained = state["epoch"], bool(state["trained"])
         self.progress.is_loaded = True
+        self._num_missed = 0  # of loops inside of others, whose batches were missed too
         self._is_restored = state["running"] is not None
         if self._is_restored:
             self.epoch_shared.restore(state["running"])
@@ -279,6 +283,7 @@ class SharedLoader(PreparedLoader):
             self.epoch_shared = SharedEpoch(size, self._draw_order(), drop_last=drop_last)
         self._is_restored = self.has_backward = False
         self.num_passes += 1
+        self.began = next(_passes)
         return self._deliver(self.epoch_shared)
 
     def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
@@ -335,32 +340,48 @@ class SharedLoader(PreparedLoader):
     num_launched = 1
 
 
-def running_loader(state: GradientState) -> SharedLoader | None:
-    """Return the innermost loader whose loop is running."""
-    loaders = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
-    return loaders[-1] if loaders else None
+_passes = itertools.count(1)
 
 
-def position_of(loader: SharedLoader | None, num_steps: int) -> list[int]:
-    """Return what has to be equal on all ranks: the optimizers' steps, the epoch's checksum and the samples left."""
-    position = [0, 0] if loader is None else [loader.epoch_shared.checksum, loader.epoch_shared.num_left]
-    return [num_steps, *position]
+def running_loaders(state: GradientState) -> list[SharedLoader]:
+    """Return the loaders with running loops; the pass of the first one began last."""
+    running = [one for one in state.loaders.all() if isinstance(one, SharedLoader)]
+    return sorted(running, key=lambda loader: -loader.began)
 
 
-def record_update(loader: SharedLoader | None, positions: Mapping[int, Sequence[float]]) -> None:
+def num_samples_of(loaders: Sequence[SharedLoader]) -> int:
+    """Return how many samples the batches of this rank have that no update contains yet; 1 without a loader."""
+    numbers = [loader.num_own_samples for loader in loaders if loader.epoch_shared.has_open]
+    return next(filter(None, numbers), 0) if loaders else 1
+
+
+def position_of(loaders: Iterable[SharedLoader], num_steps: int) -> list[int]:
+    """Return what has to be equal on all ranks: the optimizers' steps, each epoch's checksum and its samples left."""
+    epochs = [loader.epoch_shared for loader in loaders]
+    return [num_steps, *(value for epoch in epochs for value in (epoch.checksum, epoch.num_left))]
+
+
+def record_update(loaders: Sequence[SharedLoader], positions: Mapping[int, Sequence[float]]) -> None:
     """Record an update with the samples of the ranks in ``positions``, each as of `position_of`.
 
     Raises:
         CollectiveError: ranks have made other steps, or read other samples.
     """
+    numbers = {rank: len(given) // 2 for rank, given in positions.items()}
+    if len(set(numbers.values())) > 1:
+        raise CollectiveError(
+            f"The ranks make an update inside of different numbers of loops over prepared loaders: {numbers} (rank: "
+            "loops). Let all ranks make the same updates in the same loops."
+        )
     steps = {rank: int(given[0]) for rank, given in positions.items()}
     if len(set(steps.values())) > 1:
         raise CollectiveError(
             f"The ranks have made different numbers of optimizer steps (by rank: {steps}), so they have different "
             "weights. Let all ranks call optimizer.step() in the same updates, also where one rank has a bad loss."
         )
-    if loader is not None:
-        loader.commit({rank: (int(given[1]), int(given[2])) for rank, given in positions.items()})
+    for number, loader in enumerate(loaders):
+        start = 1 + 2 * number
+        loader.commit({rank: (int(given[start]), int(given[start + 1])) for rank, given in positions.items()})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions,
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
-from .shared_epoch import position_of, record_update, running_loader
+from .shared_epoch import num_samples_of, position_of, record_update, running_loaders
 
 #: The groups of settings that select another strategy; the plugins have the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
@@ -96,25 +96,25 @@ class Kept(Strategy, ABC):
                 "backward() after the gradients of this update were added up, under --keep_replicas: give one "
                 "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."
             )
-        shared = running_loader(state)
-        num_samples = 1 if shared is None else shared.num_own_samples
+        loaders = running_loaders(state)
+        num_samples = num_samples_of(loaders)
         items = num_samples if weight is None else float(weight) * bool(num_samples)
         loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
         self._is_averaged = False
         super().backward(loss, scaler, **kwargs)
         self._weight, self._is_weighted = self._weight + items, weight is not None
-        if shared is not None:
-            shared.has_backward = True
+        for loader in (drawn := [loader for loader in loaders if loader.epoch_shared.has_open]):
+            loader.has_backward = True
         if not state.sync_gradients:
             return
         if self._membership.trains_apart:
             self._average_own()
         else:
-            contribution = [self._weight, *position_of(shared, self._membership.count_steps())]
+            contribution = [self._weight, *position_of(loaders, self._membership.count_steps())]
             contributions = self._average(contribution, has_scaler=scaler is not None)
-            record_update(shared, {rank: position for rank, (_, *position) in contributions.items()})
-        if shared is not None:
-            shared.is_trained = True
+            record_update(loaders, {rank: position for rank, (_, *position) in contributions.items()})
+        for loader in drawn:
+            loader.is_trained = True
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
         self._is_averaged = True
 
