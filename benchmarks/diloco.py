@@ -1,6 +1,6 @@
 """DiLoCo beside DDP: loss at equal tokens, bytes on the wire, a fine-tuning probe, and throughput over a slow link.
 
-    python benchmarks/diloco.py loss --islands 2       # a language model of 1.3 M parameters, on Python's documentation
+    python benchmarks/diloco.py loss --islands 2       # a language model of 1.3 M parameters, on Python's sources
     python benchmarks/diloco.py link --rate 100mbit    # updates per second, with and without the limit
 
 Each island is one process in a network namespace of its own (needs root, `ip` and `tc`), so the kernel counts what
@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -77,12 +78,14 @@ class LanguageModel(nn.Module):
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Python's own documentation as bytes: what is trained on, and what is held out."""
+    """Python's documentation and standard library as bytes: what is trained on, and every tenth text, held out."""
     from pydoc_data.topics import topics
 
-    whole = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.long)
-    end = len(whole) * 9 // 10
-    return whole[:end], whole[end:]
+    modules = sorted(path for path in Path(sysconfig.get_path("stdlib")).glob("*.py") if path.stem not in MODULES)
+    texts = [topics[name].encode() for name in sorted(topics)] + [path.read_bytes() for path in modules]
+    parts = [[text for number, text in enumerate(texts) if (number % 10 == 9) == held] for held in (False, True)]
+    training, held_out = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in parts)
+    return training, held_out
 
 
 def windows(data: torch.Tensor, count: int, generator: torch.Generator, length: int) -> torch.Tensor:
@@ -137,9 +140,9 @@ def train(options: argparse.Namespace) -> None:
     measured = {"seconds": time.perf_counter() - began, "wire_bytes": sent() - before}
     if accelerator.is_main_process:
         inner = accelerator.unwrap_model(model).eval()
-        batch = windows(held_out, 256, torch.Generator().manual_seed(1), CONTEXT + 1)
+        batch = windows(held_out, 2048, torch.Generator().manual_seed(1), CONTEXT + 1)
         with torch.no_grad():
-            measured["loss"] = float(loss_of(inner, batch))
+            measured["loss"] = statistics.mean(float(loss_of(inner, part)) for part in batch.split(256))
         measured["handed_bytes"] = 0 if diloco is None else diloco.bytes_sent
         measured["parameters"] = sum(parameter.numel() for parameter in inner.parameters())
         torch.save(inner.state_dict(), options.output.with_suffix(".pt"))
@@ -258,7 +261,7 @@ def main() -> None:
     """Read the command line, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("loss", "link", "rank"))
-    for name, default in (("islands", 2), ("steps", 2000), ("inner-steps", 100), ("fragments", 4), ("seed", 0)):
+    for name, default in (("islands", 2), ("steps", 4000), ("inner-steps", 50), ("fragments", 4), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in (("width", 160), ("depth", 4), ("probe-steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -52,7 +52,8 @@ def train(
     run = mesh_runs.accelerator(degrees, None if degrees is None else V2, batch_parts=NUM_PARTS, **options)
     set_seed(0)
     net: Any = LanguageModel(tied)
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    # With the usual eps, AdamW makes whole steps of gradients that are rounding errors, which differ by processor.
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.7)
     loader: Any = DataLoader(samples(170), batch_size=2, shuffle=True)  # 24 parts an update, and then a short one
     net, optimizer, schedule, loader = run.prepare(net, optimizer, schedule, loader)
