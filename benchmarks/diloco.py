@@ -171,6 +171,7 @@ def network(islands: int, rate: str | None) -> Iterator[list[str]]:
             stack.callback(_ip, "netns", "del", name)
             outside = f"v{os.getpid()}n{number}"
             _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            stack.callback(_ip, "link", "del", outside)  # the namespace may end later
             _ip("link", "set", outside, "master", bridge, "up")
             _ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
