@@ -12,7 +12,8 @@ import torch
 from tests.multi.test_lost_replica import _launch, _lines
 from tests.slow import slow_for
 
-pytestmark = [pytest.mark.timeout(320), slow_for("several generations of processes", "kills")]
+pytestmark = pytest.mark.timeout(320)
+slow = slow_for("several generations of processes", "kills")
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -91,6 +92,7 @@ def run(folder: Path, kind: str, form: str, update: int) -> None:
     torch.testing.assert_close(ends[1][0], ends[0][0], rtol=0, atol=0)
 
 
+@slow
 @pytest.mark.parametrize("update", [3, 9])
 @pytest.mark.parametrize("form", ["0", "iteration"])
 @pytest.mark.parametrize("kind", ["zip", "in turns"])
@@ -121,6 +123,50 @@ def test_each_sample_of_each_loader_is_in_one_update(tmp_path: Path, kind: str, 
         torch.testing.assert_close(end, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
+@slow
 @pytest.mark.parametrize("form", ["0", "iteration"])
 def test_a_process_joins_between_two_batches_of_the_outer_loop(tmp_path: Path, form: str) -> None:
     run(tmp_path, "nested", form, 7)
+
+
+TWO_MODELS = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+folder = Path(sys.argv[1])
+torch.set_default_dtype(torch.float64)
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+models = [torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+data = torch.utils.data.TensorDataset(torch.randn(23, 8, generator=torch.Generator().manual_seed(1)))
+loader = torch.utils.data.DataLoader(data, batch_size=3)
+*models, first, second, loader = accelerator.prepare(*models, *optimizers, loader)
+torch.save([model.state_dict() for model in models], folder / f"start_{accelerator.process_index}.pt")
+for (x,) in loader:
+    for model, optimizer in zip(models, (first, second)):
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+torch.save([model.state_dict() for model in models], folder / f"end_{accelerator.process_index}.pt")
+"""
+
+
+def test_two_models_train_with_the_same_batch(tmp_path: Path) -> None:
+    launched = _launch(tmp_path, 2, 1, script=TWO_MODELS)
+    _, errors = launched.communicate(timeout=100)
+    assert launched.returncode == 0, errors
+    x = torch.randn(23, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for number, start in enumerate(torch.load(tmp_path / "start_0.pt")):
+        model = torch.nn.Linear(8, 1).double()
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for rows in x.split(6):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in range(2):
+            end = torch.load(tmp_path / f"end_{rank}.pt")[number]
+            torch.testing.assert_close(end, dict(model.state_dict()), rtol=1e-9, atol=1e-12)

@@ -349,12 +349,6 @@ def running_loaders(state: GradientState) -> list[SharedLoader]:
     return sorted(running, key=lambda loader: -loader.began)
 
 
-def num_samples_of(loaders: Sequence[SharedLoader]) -> int:
-    """Return how many samples the batches of this rank have that no update contains yet; 1 without a loader."""
-    numbers = [loader.num_own_samples for loader in loaders if loader.epoch_shared.has_open]
-    return next(filter(None, numbers), 0) if loaders else 1
-
-
 def position_of(loaders: Iterable[SharedLoader], num_steps: int) -> list[int]:
     """Return what has to be equal on all ranks: the optimizers' steps, each epoch's checksum and its samples left."""
     epochs = [loader.epoch_shared for loader in loaders]

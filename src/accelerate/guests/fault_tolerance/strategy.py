@@ -16,7 +16,7 @@ from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions,
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
-from .shared_epoch import num_samples_of, position_of, record_update, running_loaders
+from .shared_epoch import position_of, record_update, running_loaders
 
 #: The groups of settings that select another strategy; the plugins have the same names.
 _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.arguments)
@@ -97,13 +97,15 @@ class Kept(Strategy, ABC):
                 "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."
             )
         loaders = running_loaders(state)
-        num_samples = num_samples_of(loaders)
+        # Those whose batches no update contains yet; after one, another model may train with the newest batch.
+        current = [loader for loader in loaders if loader.epoch_shared.has_open] or loaders[:1]
+        num_samples = next((n for n in (one.num_own_samples for one in current) if n), 0) if loaders else 1
         items = num_samples if weight is None else float(weight) * bool(num_samples)
         loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
         self._is_averaged = False
         super().backward(loss, scaler, **kwargs)
         self._weight, self._is_weighted = self._weight + items, weight is not None
-        for loader in (drawn := [loader for loader in loaders if loader.epoch_shared.has_open]):
+        for loader in current:
             loader.has_backward = True
         if not state.sync_gradients:
             return
@@ -113,7 +115,7 @@ class Kept(Strategy, ABC):
             contribution = [self._weight, *position_of(loaders, self._membership.count_steps())]
             contributions = self._average(contribution, has_scaler=scaler is not None)
             record_update(loaders, {rank: position for rank, (_, *position) in contributions.items()})
-        for loader in drawn:
+        for loader in current:
             loader.is_trained = True
         self._weight, self._is_weighted, self._step_calls = 0.0, None, state.num_step_calls
         self._is_averaged = True
