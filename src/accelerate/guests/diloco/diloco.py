@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -99,9 +99,7 @@ class DiLoCo:
         for number, group in enumerate(groups, start=1):
             offset = number * inner_steps // len(groups)
             make = outer_optimizer or NESTEROV
-            optimizer = make([weight.outer for weight in group])
-            _check_optimizer(optimizer, group)
-            self._fragments.append(Fragment(group, offset, self._islands, CODECS[compression], optimizer))
+            self._fragments.append(Fragment(group, offset, self._islands, CODECS[compression], make))
 
     def _check_arguments(self, outer_optimizer: object, compression: str, fragments: int, overlap_steps: int) -> None:
         """Raise if an argument has no meaning.
@@ -203,7 +201,9 @@ class DiLoCo:
             return
         coordinator.require_all("the end of a DiLoCo block")
         numbers = coordinator.exchange(f"diloco/{coordinator.number}", str(self._num_exchanges), " ".join, seconds=60)
-        if isinstance(numbers, str) and len({*numbers.split()}) > 1:
+        if not isinstance(numbers, str):
+            raise CollectiveError(f"DiLoCo: {numbers.text or 'a rank'} left or hung at the end of the block.")
+        if len({*numbers.split()}) > 1:
             raise CollectiveError(
                 f"DiLoCo: ranks have made different numbers of exchanges ({numbers}, in the order of ranks). Call "
                 "`diloco.step()` equally often on all islands: end the loop at the same update on all ranks."
@@ -221,20 +221,6 @@ class DiLoCo:
 
     def _state(self) -> DiLoCoState:
         return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)
-
-
-def _check_optimizer(optimizer: object, weights: Sequence[OuterWeight]) -> None:
-    """Raise unless ``optimizer`` is one of all ``weights``.
-
-    Raises:
-        SettingError: it isn't.
-    """
-    groups: Any = getattr(optimizer, "param_groups", [])
-    if {id(p) for group in groups for p in group["params"]} != {id(weight.outer) for weight in weights}:
-        raise SettingError(
-            f"DiLoCo(outer_optimizer=...): the function returned a {type(optimizer).__name__}, not an optimizer of all "
-            "parameters that it was given. Return `torch.optim.SGD(parameters, lr=0.7)`, for example."
-        )
 
 
 @final

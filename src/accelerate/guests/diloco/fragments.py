@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 from torch import nn
 
-from ...errors import NotBuilt
+from ...errors import NotBuilt, SettingError
 from ...parallel.rebind import inner_optimizer
 from .compression import Codec
 from .islands import Islands
@@ -135,19 +135,25 @@ class Fragment:
 
     Args:
         offset: the first step after which it is sent.
+
+    Raises:
+        SettingError: ``optimizer`` didn't make an optimizer of all outer weights.
     """
 
     def __init__(
-        self,
-        weights: Sequence[OuterWeight],
-        offset: int,
-        islands: Islands,
-        codec: Codec,
-        optimizer: torch.optim.Optimizer,
+        self, weights: Sequence[OuterWeight], offset: int, islands: Islands, codec: Codec, optimizer: OuterOptimizer
     ) -> None:
         self.weights: list[OuterWeight] = list(weights)
         self.offset = offset
-        self.optimizer: torch.optim.Optimizer = optimizer
+        given = [weight.outer for weight in self.weights]
+        self.optimizer: torch.optim.Optimizer = optimizer(given)
+        groups: Any = getattr(self.optimizer, "param_groups", [])
+        if {id(parameter) for group in groups for parameter in group["params"]} != {*map(id, given)}:
+            raise SettingError(
+                f"DiLoCo(outer_optimizer=...): the function returned a {type(self.optimizer).__name__}, not an "
+                "optimizer of all parameters that it was given. Return `torch.optim.SGD(parameters, lr=0.7)`, for "
+                "example."
+            )
         self.arriving: Arriving | None = None
         self._islands, self._codec = islands, codec
 
