@@ -319,7 +319,7 @@ class CallRendezvous:
             return False
 
         def reason_to_stop() -> str | None:
-            where = coordinator.absence_reason(0)
+            where = coordinator.absence_reasons([0]).get(0)
             return None if where is None else _rank_0_is_absent(operation, coordinator.rank, where)
 
         arrived_at: set[str] = set()

@@ -438,8 +438,7 @@ class Coordinator:
 
     def _pause_seconds(self, waited_seconds: float) -> float:
         """Return how long to wait before the states are examined again."""
-        pause = min(_LONGEST_PAUSE_SECONDS, max(CHECK_SECONDS, waited_seconds / 4))
-        return max(pause, self.size / _RANKS_PER_SECOND)
+        return max(min(_LONGEST_PAUSE_SECONDS, max(CHECK_SECONDS, waited_seconds / 4)), self.size / _RANKS_PER_SECOND)
 
     def _raise_verdict(self, value: str) -> None:
         if value != _OPEN:
@@ -506,15 +505,11 @@ class Coordinator:
                     if self.request(ready):
                         return
 
-    def absence_reason(self, rank: int) -> str | None:
-        """Return why ``rank`` can't make this rank's call, or None.
-
-        Either it has ended, or it is in a later operation that needs all ranks.
-        """
-        return self.absence_reasons([rank]).get(rank)
-
     def absence_reasons(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return :meth:`absence_reason` of each of ``ranks`` that has one."""
+        """Return why those of ``ranks`` that can't make this rank's call can't.
+
+        Either they have ended, or they are in a later operation that needs all ranks.
+        """
         reasons: dict[int, str] = {}
         for rank, state in self._states(ranks).items():
             if state.has_left:

@@ -8,6 +8,7 @@ finds a rank that is stuck in DDP's own all-reduce, long before the group's time
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import linecache
@@ -19,13 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
-from ..errors import CollectiveError, SettingError
+from ..errors import SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
 from ..wording import by_number, some_ranks
@@ -200,12 +200,6 @@ class HangWatch:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, unless it waits for the store."""
-        with contextlib.suppress(CollectiveError):
-            self._coordinator.send(partial(set_keys, self._store, self.begin_to_stop()))
-        self.join()
-
     def begin_to_stop(self) -> dict[str, str]:
         """Stop checking, and return the keys and values to set in the store to end the thread."""
         self._stopped.set()
@@ -267,7 +261,7 @@ class HangWatch:
 
     def _stalled_seconds(self) -> float:
         """Look at the watched thread, and return the seconds since its last progress."""
-        frame = sys._current_frames().get(self._thread_id)
+        frame = _frame_of(self._thread_id)
         if frame is None:
             return 0.0
         # If a loop spends most of its time in one call, its stack is the same at each look; the counters show its
@@ -324,7 +318,7 @@ class HangWatch:
     def _position(self, with_record: bool = False) -> str:
         """Return the watched thread's position, encoded for the store; empty once the thread has ended."""
         stalled_seconds = self._stalled_seconds()
-        frame = sys._current_frames().get(self._thread_id)
+        frame = _frame_of(self._thread_id)
         if frame is None:
             return ""
         self._threshold = self._next_threshold(stalled_seconds)
@@ -425,11 +419,11 @@ class HangWatch:
             print(f"Why: {reason}", file=sys.stderr)
 
         sys.excepthook = explain
-        signature = _signature_of(sys._current_frames().get(self._thread_id))
+        signature = _signature_of(_frame_of(self._thread_id))
         close_connections()
         if self._stopped.wait(_ENDING_SECONDS):
             return
-        if _signature_of(sys._current_frames().get(self._thread_id)) == signature:  # nothing else ends it
+        if _signature_of(_frame_of(self._thread_id)) == signature:  # nothing else ends it
             logging.shutdown()
             sys.stderr.flush()
             os._exit(1)
@@ -490,6 +484,21 @@ def _all_threads_sleep() -> bool:
                     return False
         time.sleep(_LOOK_SECONDS)
     return True
+
+
+def _frame_of(thread_id: int) -> FrameType | None:
+    """Return the innermost frame of a thread; None once it has ended.
+
+    `sys._current_frames` holds a lock that a starting thread needs. Before Python 3.11.9, a garbage collection inside
+    it could run a finalizer that releases the GIL to such a thread, and the whole process stopped for ever (CPython
+    issue 106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    frames = sys._current_frames()
+    if was_enabled:
+        gc.enable()
+    return frames.get(thread_id)
 
 
 def _signature_of(frame: FrameType | None) -> tuple[int, ...]:

@@ -153,14 +153,14 @@ def test_one_rank_examines_and_all_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_watch_asks_nothing_until_a_rank_asks_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HangWatch._answers, "__defaults__", (LIMIT_SECONDS, None))  # a missing answer would take this
-    watches: list[HangWatch] = []
+    ranks: list[Coordinator] = []
     lock = threading.Lock()
 
     def watch(coordinator: Coordinator) -> dict[int, str] | None:
-        mine = HangWatch(coordinator, 100.0, threading.get_ident())
+        mine = coordinator.watch = HangWatch(coordinator, 100.0, threading.get_ident())
         mine.start()
         with lock:
-            watches.append(mine)
+            ranks.append(coordinator)
         time.sleep(1.5)
         if coordinator.rank:
             time.sleep(1.0)
@@ -172,9 +172,9 @@ def test_the_watch_asks_nothing_until_a_rank_asks_all(monkeypatch: pytest.Monkey
 
     answers, counts = act_on(6, watch)
     assert answers[0] == {}  # all answered, and none is stuck
-    for one in watches:
-        one.stop()
-    assert max(count.total() for count in counts) <= 14, counts
+    assert max(count.total() for count in counts) <= 10, counts
+    for rank in ranks:
+        rank.leave()
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------

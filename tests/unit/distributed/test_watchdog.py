@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -52,6 +54,13 @@ def alone(store: Store) -> Coordinator:
     return Coordinator(store, 0, 1, timedelta(seconds=10))
 
 
+def watch(store: Store, seconds: float, thread_id: int) -> HangWatch:
+    """Return the watch of a world of one rank, which ends when the rank leaves the world."""
+    coordinator = alone(store)
+    coordinator.watch = HangWatch(coordinator, seconds, thread_id)
+    return coordinator.watch
+
+
 class Loop:
     """A loop that counts."""
 
@@ -59,14 +68,14 @@ class Loop:
 
 
 def test_a_loop_that_counts_is_never_asked_about(caplog: pytest.LogCaptureFixture) -> None:
-    loop, hang_watch = Loop(), HangWatch(alone(HashStore()), 0.5, threading.get_ident())
+    loop, hang_watch = Loop(), watch(HashStore(), 0.5, threading.get_ident())
     hang_watch.counters.add(loop)
     hang_watch.start()
     until = time.monotonic() + 1.2
     while time.monotonic() < until:
         loop.progress += 1
         time.sleep(0.01)  # the same line, and the same call, whenever one looks
-    hang_watch.stop()
+    hang_watch._coordinator.leave()
     assert caplog.text == ""
 
 
@@ -77,10 +86,10 @@ def test_a_stuck_thread_is_named_with_its_line_and_the_next_time_is_later(
     thread = threading.Thread(target=lambda: held.wait(10))
     thread.start()
     assert thread.ident is not None
-    hang_watch = HangWatch(alone(store), 0.2, thread.ident)
+    hang_watch = watch(store, 0.2, thread.ident)
     hang_watch.start()
     time.sleep(1.5)
-    hang_watch.stop()
+    hang_watch._coordinator.leave()
     held.set()
     assert "rank 0 has been stuck for" in caplog.text
     assert "test_watchdog.py:" in caplog.text
@@ -95,7 +104,7 @@ def test_the_rank_that_asks_is_not_ended_by_its_own_question(
     ended: list[str] = []
     monkeypatch.setattr(HangWatch, "_end_process", lambda _, reason: ended.append(reason))
     store = TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-    loop, hang_watch = Loop(), HangWatch(alone(store), 0.02, threading.get_ident())
+    loop, hang_watch = Loop(), watch(store, 0.02, threading.get_ident())
     hang_watch.counters.add(loop)
     position = hang_watch._position()
     monkeypatch.setattr(HangWatch, "_position", lambda *_: position)  # at once, and so what follows it
@@ -104,7 +113,7 @@ def test_the_rank_that_asks_is_not_ended_by_its_own_question(
     while caplog.text.count("Verdict") < 60 and time.monotonic() < until:
         loop.progress += 1
         time.sleep(0.05)  # long enough to be asked about, each time
-    hang_watch.stop()
+    hang_watch._coordinator.leave()
     assert caplog.text.count("Verdict") >= 60 and ended == []
 
 
@@ -124,3 +133,54 @@ def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "soon")
     with pytest.raises(SettingError, match="soon"):
         watchdog.hang_seconds()
+
+
+#: Finalizers that release the GIL, in collections that begin in the watch, while other threads start.
+COLLECTING = """
+import gc, os, threading, time
+from accelerate.distributed.watchdog import HangWatch
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        time.sleep(0.001)
+
+def brief():
+    time.sleep(0.0005)
+
+def calls():
+    while True:
+        brief()
+
+def starts():
+    while True:
+        threading.Thread(target=brief).start()
+        time.sleep(0.001)
+
+class World:
+    store, rank, size = None, 0, 1
+
+watch = HangWatch(World(), 100.0, threading.get_ident())
+for act in [calls] * 20 + [starts] * 2:
+    threading.Thread(target=act, daemon=True).start()
+for _ in range(200):
+    gc.set_threshold(0)  # what is thrown away here is collected in the watch
+    for _ in range(4):
+        Cycle()
+    gc.set_threshold(3)
+    watch._stalled_seconds()
+    assert gc.isenabled()
+    time.sleep(0.002)
+gc.disable()
+watch._stalled_seconds()
+assert not gc.isenabled()
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_garbage_collection_never_stops_a_watched_process() -> None:
+    result = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "done\n", result.stderr
