@@ -495,10 +495,11 @@ def _frame_of(thread_id: int) -> FrameType | None:
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    frames = sys._current_frames()
+    # In a variable, the dict would be a cycle with this call's own frame, and all threads' variables would live on.
+    frame = sys._current_frames().get(thread_id)
     if was_enabled:
         gc.enable()
-    return frames.get(thread_id)
+    return frame
 
 
 def _signature_of(frame: FrameType | None) -> tuple[int, ...]:

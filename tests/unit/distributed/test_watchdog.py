@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -115,6 +117,24 @@ def test_the_rank_that_asks_is_not_ended_by_its_own_question(
         time.sleep(0.05)  # long enough to be asked about, each time
     hang_watch._coordinator.leave()
     assert caplog.text.count("Verdict") >= 60 and ended == []
+
+
+def test_a_look_keeps_no_variable_alive() -> None:
+    hang_watch = watch(HashStore(), 100.0, threading.get_ident())
+
+    def look() -> weakref.ref[Loop]:
+        loop = Loop()
+        looking = threading.Thread(target=hang_watch._stalled_seconds)
+        looking.start()
+        looking.join()
+        return weakref.ref(loop)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [look()() for _ in range(3)] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_leaving_ends_the_watch() -> None:
