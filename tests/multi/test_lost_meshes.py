@@ -1,4 +1,4 @@
-"""Replicas with several axes of ranks inside, of which ranks are killed: tensor and context parallelism."""
+"""Replicas with several axes of ranks inside, of which ranks are killed: tensor, context and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -64,6 +64,63 @@ mean.update(torch.ones(2))
 torch.save([whole(), found, mean.sum_and_count()[1]], folder / f"end_{rank}.pt")
 """
 
+PIPELINE = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
+from tests.multi.test_lost_meshes import ROWS, blocks
+
+folder, deaths = Path(sys.argv[1]), json.loads(sys.argv[2])
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=folder / "run")
+rank, members = accelerator.process_index, accelerator.world.members
+is_new = members.is_joining
+log = (folder / f"log_{rank}_{os.getpid()}").open("w")
+model = blocks(rank)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.utils.data.TensorDataset(ROWS, ROWS.sum(1, keepdim=True), torch.arange(len(ROWS)))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+start = None if is_new else accelerator.get_state_dict(model)
+if start:
+    torch.save(start, folder / f"start_{rank}.pt")
+commit = SharedEpoch.commit
+
+def noted(self, contributors):
+    given = set(contributors)
+    samples = [index for reader, taken in sorted(self._open.items()) if reader in given for index in taken]
+    log.write(json.dumps({"update": optimizer.num_updates, "epoch": loader.progress.epoch, "samples": samples}) + "\\n")
+    log.flush()
+    commit(self, given)
+
+SharedEpoch.commit = noted
+mean = accelerator.streaming_mean()
+for epoch in range(loader.iteration, 3):
+    for inputs, targets, indices in loader:
+        if not is_new and deaths.get(str(rank)) == optimizer.num_updates:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with accelerator.accumulate(model):
+            accelerator.pipeline_step(model, (inputs, targets), torch.nn.functional.mse_loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        while accelerator.sync_gradients and optimizer.num_updates >= 6:
+            if len(members.members) + len(members.joining) == accelerator.num_processes:
+                break
+            members.exchange("wait")
+found = [index for _, _, indices in loader for index in accelerator.gather_for_metrics(indices).tolist()]
+mean.update(torch.full((2,), float(accelerator.data_parallel_rank * 2 + accelerator.data_parallel_shard_rank)))
+with torch.no_grad():
+    outputs = model(ROWS[:3])
+accelerator.save_state(folder / "saved")
+accelerator.load_state(folder / "saved")
+end = accelerator.get_state_dict(model)
+sums = mean.sum_and_count()
+torch.save([end, found, sums, outputs], folder / f"end_{rank}.pt")
+"""
+
 ISLANDS = """
 import sys
 from pathlib import Path
@@ -93,7 +150,42 @@ end = {name: whole(value) for name, value in model.state_dict().items()}
 torch.save(end, folder / f"end_{accelerator.process_index}.pt")
 """
 
+PIPELINES_APART = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator, DiLoCo
+from accelerate.utils import DataLoaderConfiguration
+from tests.multi.test_lost_meshes import ROWS, blocks
+
+folder = Path(sys.argv[1])
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(data_seed=3))
+model = blocks(0).float()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+data = torch.utils.data.TensorDataset(ROWS[:64].float(), ROWS[:64].float().sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with DiLoCo(accelerator, model, inner_steps=2, fragments=2, compression="none") as diloco:
+    for epoch in range(2):
+        for inputs, targets in loader:
+            accelerator.pipeline_step(model, (inputs, targets), torch.nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+end = accelerator.get_state_dict(model)
+if end:
+    torch.save(end, folder / f"end_{accelerator.process_index}.pt")
+"""
+
 TOKENS = torch.randint(0, 24, (50, 9), generator=torch.Generator().manual_seed(3))
+ROWS = torch.randn(70, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def blocks(seed: int) -> torch.nn.Module:
+    """Return layers that a pipeline splits."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(8, 1)).double()
 
 
 class Attention(torch.nn.Module):
@@ -111,6 +203,12 @@ class Attention(torch.nn.Module):
         heads = self.attention(hidden).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
         mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.head(hidden + mixed.transpose(1, 2).flatten(2))
+
+
+def _flags(**sizes: int) -> tuple[str, ...]:
+    """Return the flags of a mesh with these axes."""
+    given = [(f"--parallelism_config_{axis}_size", str(size)) for axis, size in sizes.items()]
+    return ("--use_parallelism_config", *(word for pair in given for word in pair))
 
 
 @pytest.mark.parametrize("deaths", [{5: (2, "agreement")}, {0: (3, "forward"), 6: (9, "data")}], ids=str)
@@ -163,3 +261,56 @@ def test_islands_of_several_axes_train_like_islands_of_one_rank(
     assert len(ends) == 10
     for end in ends[1:]:
         torch.testing.assert_close(end, ends[0], rtol=1e-4, atol=1e-6)
+
+
+def test_islands_may_be_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    ends: list[dict[str, torch.Tensor]] = []
+    for num_ranks, options in ((2, ()), (4, _flags(dp_replicate=2, pp=2))):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        launched = _launch(folder, num_ranks, 1, options=options, script=PIPELINES_APART)
+        _, errors = launched.communicate(timeout=300)
+        assert launched.returncode == 0, errors
+        ends += [torch.load(path) for path in folder.glob("end_*")]
+    assert len(ends) == 4  # of each rank, and of the main process of each pipeline
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "axes"),
+    [(4, {"dp_replicate": 2, "pp": 2}), (8, {"dp_replicate": 2, "pp": 2, "dp_shard": 2})],
+    ids=["stages", "shards of stages"],
+)
+def test_replicas_may_be_pipelines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, axes: dict[str, int]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    options = (*_flags(**axes), *(("--use_fsdp", "--fsdp_version", "2") if size == 8 else ()))
+    launched = _launch(tmp_path, size, 2, json.dumps({1: 2}), options=options, script=PIPELINE)
+    _, errors = launched.communicate(timeout=300)
+    assert launched.returncode == 0, errors
+    assert errors.count("its replica is started again") == size // 2 - 1, errors  # of its other ranks
+    updates = {line["update"]: (line["epoch"], line["samples"]) for line in _lines(tmp_path) if line["epoch"] < 3}
+    for epoch in range(3):
+        assert sorted(i for at, samples in updates.values() if at == epoch for i in samples) == [*range(len(ROWS))]
+    model = blocks(0)
+    model.load_state_dict(torch.load(tmp_path / "start_0.pt"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(len(updates)):
+        inputs = ROWS[updates[number][1]]
+        torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ends = [torch.load(path) for path in sorted(tmp_path.glob("end_*"))]
+    assert len(ends) == size
+    assert sum(bool(weights) for weights, *_ in ends) == 2  # the main process of each replica
+    num_readers = size // 2
+    for weights, found, sums, outputs in ends:
+        if weights:
+            torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(outputs, model(ROWS[:3]).detach(), rtol=1e-9, atol=1e-12)
+        assert sorted(found) == [*range(len(ROWS))]
+        assert sums == (2.0 * sum(range(num_readers)) if size == 8 else 2.0 * (0 + 2), 2.0 * num_readers)

@@ -278,7 +278,7 @@ def _check_parallelism(settings: Settings) -> None:
 def _check_parallelism_engine(settings: Settings) -> None:
     """Refuse launched parallelism with an engine that has no device mesh."""
     asked = settings.quote("paradigm.use_parallelism_config")
-    if settings.engine:
+    if settings.engine or (settings.fsdp is None and _value(settings, "parallelism.pp_size") > 1):
         return
     if settings.fsdp is None:
         raise SettingError(f"{asked} needs FSDP version 2. Give `--use_fsdp --fsdp_version 2`.")

@@ -246,6 +246,20 @@ def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) 
         plan(settings(cpu=True, **flags))
 
 
+@pytest.mark.parametrize(
+    ("axes", "sharded", "size"),
+    [({"pp": 2}, False, 2), ({"pp": 2, "dp_shard": 2}, True, 4), ({"dp_shard": 2, "tp": 2}, True, 4)],
+    ids=str,
+)
+def test_replicas_that_are_kept_may_have_several_ranks(axes: dict[str, int], sharded: bool, size: int) -> None:
+    sizes = {f"parallelism_config_{axis}_size": degree for axis, degree in {"dp_replicate": 2, **axes}.items()}
+    fsdp = {"use_fsdp": True, "fsdp_version": 2} if sharded else {}
+    flags = {"num_processes": 2 * size, "keep_replicas": 1, "use_parallelism_config": True, **sizes, **fsdp}
+    assert plan(settings(cpu=True, **flags)).engine_options["replica_size"] == size
+    with pytest.raises(SettingError, match=f"multiple of the {size} ranks of a replica"):
+        plan(settings(cpu=True, **{**flags, "parallelism_config_dp_replicate_size": 1, "num_processes": size}))
+
+
 def test_kept_replicas_of_several_machines_are_numbered_over_all() -> None:
     machines = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 1234}
     flags = {"num_processes": 4, "keep_replicas": 1, "min_replicas": 3, "lost_after_seconds": 9.5}

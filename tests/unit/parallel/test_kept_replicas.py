@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.distributed.mesh import Mesh
+from accelerate.distributed.world import World
 from accelerate.errors import CollectiveError, PreparationError
 from accelerate.guests.fault_tolerance.membership import Membership
 from accelerate.guests.fault_tolerance.strategy import KeptReplicas
@@ -89,3 +93,26 @@ def test_several_backwards_of_one_update_are_refused_in_the_words_of_kept_replic
     rows = torch.ones(2, 1)
     with pytest.raises(PreparationError, match="but under --keep_replicas the ranks add up"):
         accelerator.backward_in_parts(lambda part: model(part).sum(), rows)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 3, "tp": 2}, {"tp": 2}], ids=str
+)
+def test_ranks_that_read_the_same_samples_are_those_of_the_mesh(sizes: dict[str, int]) -> None:
+    """In a run's mesh, stages are the outermost axis; the ranks of a replica are neighbours."""
+    size = 2 * math.prod(sizes.values())
+    shares: dict[int, list[int]] = defaultdict(list)
+    found: dict[int, Membership] = {}
+    for rank in range(size):
+        member = found[rank] = Membership.__new__(Membership)
+        member.rank, member.replica_size = rank, size // 2
+        member.num_copies, member.num_stages = sizes.get("tp", 1), sizes.get("pp", 1)
+        mesh = member.placed(Mesh.of(World.pretend(rank, size), None, dp_replicate=2, **sizes))
+        assert mesh.place("dp_replicate") == rank // member.replica_size
+        shares[mesh.data_share().index].append(rank)
+    for ranks in shares.values():
+        assert {found[0].reader_of(rank) for rank in ranks} == {min(ranks)}
+    for member in found.values():
+        kept = member.without_copies(range(size), size // len(shares))
+        assert member.rank in kept and [found[0].reader_of(rank) for rank in kept] == sorted(map(min, shares.values()))
+        assert member.without_copies(range(size), 1) == [*range(size)]

@@ -21,6 +21,13 @@ from ...seams import Candidate, Guest, LoopHook
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
+    from ...distributed.world import World
+
+
+def _has_shares(world: World) -> bool:
+    """Return whether the ranks of a replica share out its copy of the model."""
+    return world.members is not None and world.members.replica is not None
+
 
 GUEST: Final = Guest(
     engines=(f"{__name__}.engine:FaultTolerantProcesses",),
@@ -28,8 +35,14 @@ GUEST: Final = Guest(
     strategies=(
         Candidate(
             f"{__name__}.sharded_strategy",
+            "KeptPipeline",
+            lambda settings, world: _has_shares(world) and getattr(settings.parallelism, "pp_size", 1) > 1,
+            is_instead_of_others=True,
+        ),
+        Candidate(
+            f"{__name__}.sharded_strategy",
             "KeptShards",
-            lambda settings, world: world.members is not None and world.members.replica is not None,
+            lambda _, world: _has_shares(world),
             is_instead_of_others=True,
         ),
         Candidate(

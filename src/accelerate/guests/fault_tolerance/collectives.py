@@ -43,8 +43,8 @@ def _reduce(
     if reduction == "none":
         return recursively_apply(torch.Tensor.clone, tensor)
     whole = current_world()
-    every = 1 if world is None or whole is None else whole.size // world.size  # the innermost axes are left out
-    rest = iter(_share_tensors(members, f"reduce {reduction}", tensor, every))
+    num_left_out = 1 if world is None or whole is None else whole.size // world.size
+    rest = iter(_share_tensors(members, f"reduce {reduction}", tensor, num_left_out))
 
     def reduce_leaf(leaf: torch.Tensor) -> torch.Tensor:
         row = next(rest)
@@ -53,18 +53,20 @@ def _reduce(
     return recursively_apply(reduce_leaf, tensor)
 
 
-def _share_tensors(members: Membership, operation: str, tensor: Any, every: int = 1) -> list[tuple[torch.Tensor, ...]]:
+def _share_tensors(
+    members: Membership, operation: str, tensor: Any, num_left_out: int = 1
+) -> list[tuple[torch.Tensor, ...]]:
     """Return all members' tensors for each tensor in ``tensor``, in the order of ranks.
 
     Args:
-        every: only those of ranks whose distance to this rank is a multiple of it.
+        num_left_out: how many ranks of a replica have the same values; only one of them counts.
 
     Raises:
         UnequalTensors: on all members, if the shapes or dtypes differ.
     """
     own = [leaf.detach().cpu() for leaf in leaves_of(tensor, operation)]
     given = members.share(operation, own)
-    parts = {rank: part for rank, part in given.items() if (rank - members.rank) % every == 0}
+    parts = {rank: given[rank] for rank in members.without_copies(given, num_left_out)}
     kinds = {rank: [(list(leaf.shape), str(leaf.dtype)) for leaf in part] for rank, part in parts.items()}
     if any(kind != kinds[min(kinds)] for kind in kinds.values()):
         lines = "\n".join(f"  - Process {rank}: {kind}" for rank, kind in kinds.items())

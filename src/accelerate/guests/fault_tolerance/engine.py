@@ -23,7 +23,7 @@ from ...launch.torchrun import Torchrun
 from ...ports import DEFAULT_PORT
 from ...settings.preemption import PREEMPTED_EXIT_CODE
 from ...wording import some_ranks
-from .launcher_members import REPLICA_JOINS_VARIABLE, SHARDING_AXES, Hosts, LauncherMembers, ReplicaMembers
+from .launcher_members import REPLICA_AXES, REPLICA_JOINS_VARIABLE, Hosts, LauncherMembers, ReplicaMembers
 from .options import ReplicaOptions
 from .other_hosts import RemoteMembers
 
@@ -154,23 +154,25 @@ def _replica_size(settings: Settings, size: int, num_here: int) -> int:
     """Return the number of ranks that hold a copy of the model together.
 
     Raises:
-        SettingError: the model isn't sharded by FSDP 2, or in another way than over the ranks of one machine.
+        SettingError: they share it out in another way than by FSDP 2 or a pipeline, or over several machines.
     """
     axes, fsdp = settings.parallelism, settings.fsdp
-    if fsdp is None:
+    has_stages = axes is not None and axes.pp_size > 1
+    if fsdp is None and not has_stages:
         return 1
     shards = 1 if axes is None else axes.dp_shard_size
-    ranks = 1 if axes is None else math.prod(getattr(axes, f"{axis}_size") for axis in SHARDING_AXES)
-    others = [name for name in ("pp", "ep", "sp") if axes is not None and getattr(axes, f"{name}_size") > 1]
-    asked = f"{settings.quote('launch.keep_replicas')} with FSDP"
-    if fsdp.fsdp_version != 2:
+    ranks = 1 if axes is None else math.prod(getattr(axes, f"{axis}_size") for axis in REPLICA_AXES)
+    others = [name for name in ("ep", "sp") if axes is not None and getattr(axes, f"{name}_size") > 1]
+    asked = f"{settings.quote('launch.keep_replicas')} with {'a pipeline' if has_stages else 'FSDP'}"
+    if fsdp is not None and fsdp.fsdp_version != 2:
         raise SettingError(f"{asked} shards by version 2, and {settings.quote('fsdp.fsdp_version')}. Set it to 2.")
     if others:
         name = f"parallelism.{others[0]}_size"
         raise SettingError(
-            f"{asked} shards by FSDP, tensor and context parallelism, and {settings.quote(name)}. Leave that out."
+            f"{asked} combines it with FSDP, tensor and context parallelism, but {settings.quote(name)}. Leave that "
+            "out."
         )
-    if shards < 2 or ranks == size or num_here % ranks:
+    if (shards < 2 and not has_stages) or ranks == size or num_here % ranks:
         raise SettingError(
             f"{asked} keeps replicas of several ranks of one machine, so the {num_here} ranks of this one have to be a "
             f"multiple of the {ranks} ranks of a replica, and there have to be two replicas. Got "

@@ -36,6 +36,8 @@ def join_replicas(run: Accelerator) -> LoopHook:
             f"Where fewer than --min_replicas {membership.minimum} live, the ranks save and end, but the run has no "
             "folder. Give Accelerator(project_dir=...) and let the script call `accelerator.resume()` before its loop."
         )
+    if membership.num_stages > 1:
+        run.mesh = membership.placed(run.mesh)
     membership.count_steps = lambda: sum(int(optimizer.num_updates) for optimizer in run._optimizers)
     membership.running_loaders = lambda: running_loaders(run.gradient_state)
     return _KeptRun(run, membership)
@@ -149,4 +151,5 @@ class _KeptRun(LoopHook):
     def _stateful(self) -> list[Any]:
         run, scaler = self._run, self._run.precision.scaler
         scalers = [] if scaler is None else [scaler]
-        return [*run._models, *run._optimizers, *run._schedulers, *run._custom_objects, *scalers]
+        models = map(run.strategy.unwrap, run._models)
+        return [*models, *run._optimizers, *run._schedulers, *run._custom_objects, *scalers]

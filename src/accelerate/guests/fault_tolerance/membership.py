@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ...devices.table import DeviceKind
     from ...distributed.environment import ProcessIdentity
+    from ...distributed.mesh import Mesh
     from .shared_epoch import SharedLoader
 
 Made = TypeVar("Made")
@@ -100,6 +101,7 @@ class Membership(Members):
         self._has_hosts = has_hosts
         self.replica_size: int = replica_size
         self.num_copies = 1  # of neighbouring ranks that read the same samples, because they share out their model
+        self.num_stages = 1  # of pipelines, whose ranks read the same samples
         self.meshes: dict[tuple[str, ...], DeviceMesh] = {}  # of sharded models' DTensors, by their axes
         #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
@@ -214,7 +216,7 @@ class Membership(Members):
         from .shared_epoch import shared_loader
 
         world, loader = current_world(), cast("DataLoader[object]", dataloader)
-        size = 1 if world is None else world.size // self.num_copies
+        size = 1 if world is None else world.size // (self.num_copies * self.num_stages)
         return shared_loader(loader, self, size, arguments, data_seed, **common)
 
     def end_on(self, start_notices: Callable[[], NoticeSource], exit_code: int) -> None:
@@ -229,9 +231,27 @@ class Membership(Members):
         """Return those of ``ranks`` that hold the same part of the model, in order."""
         return sorted(rank for rank in ranks if (rank - self.rank) % self.replica_size == 0)
 
+    def without_copies(self, ranks: Iterable[int], num_copies: int) -> list[int]:
+        """Return one of each ``num_copies`` ranks of a replica, all of this rank's stage; with 1, all ``ranks``."""
+        every, stage = max(1, num_copies // self.num_stages), self._place(self.rank)[0]
+        kept = [rank for rank in ranks if num_copies == 1 or self._place(rank)[0] == stage]
+        return [rank for rank in kept if (rank - self.rank) % every == 0]
+
     def reader_of(self, rank: int) -> int:
         """Return the lowest of the ranks that read the same samples as ``rank``."""
-        return rank - rank % self.num_copies
+        stage, place = self._place(rank)
+        return rank - stage * (self.replica_size // self.num_stages) - place % self.num_copies
+
+    def placed(self, mesh: Mesh) -> Mesh:
+        """Return the ``mesh`` of all ranks with this rank's place in it: the stages of all replicas come first."""
+        stage, place = self._place(self.rank)
+        number, num_replicas = self.rank // self.replica_size, mesh.world.size // self.replica_size
+        rank = (stage * num_replicas + number) * (self.replica_size // self.num_stages) + place
+        return replace(mesh, world=replace(mesh.world, rank=rank))
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return the stage of ``rank`` in its pipeline, and its place among the ranks of that stage."""
+        return divmod(rank % self.replica_size, self.replica_size // self.num_stages)
 
     @property
     def readers(self) -> tuple[int, ...]:

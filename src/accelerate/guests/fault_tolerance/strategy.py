@@ -6,6 +6,8 @@ As in torchft, the update in which a replica is lost misses its samples; the run
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -61,9 +63,10 @@ class Kept(Strategy, ABC):
         """Train ``model`` with the values of the lowest member."""
         self._trained.append(model)
         if not self._membership.is_behind:
-            state = self._membership.share_state("prepare", model.state_dict)
+            own = self.unwrap(model)
+            state = self._membership.share_state("prepare", own.state_dict)
             if state is not None:
-                model.load_state_dict(state)
+                own.load_state_dict(state)
 
     def backward(
         self,
@@ -79,6 +82,13 @@ class Kept(Strategy, ABC):
 
         Args:
             weight: the number of items in the sum ``loss``; None if ``loss`` is a mean over the batch.
+        """
+        with self._micro_batch(weight, has_scaler=scaler is not None) as factor:
+            super().backward(loss * factor, scaler, **kwargs)
+
+    @contextmanager
+    def _micro_batch(self, weight: torch.Tensor | float | None, *, has_scaler: bool) -> Iterator[float]:
+        """Enter a context for the backward pass of a loss times the returned factor; end its window if it is the last.
 
         Raises:
             PreparationError: the gradients of this update were added up already, or only some losses have a weight.
@@ -101,9 +111,8 @@ class Kept(Strategy, ABC):
         current = [loader for loader in loaders if loader.epoch_shared.has_open] or loaders[:1]
         num_samples = next((n for n in (one.num_own_samples for one in current) if n), 0) if loaders else 1
         items = num_samples if weight is None else float(weight) * bool(num_samples)
-        loss = loss * (items if weight is None else bool(num_samples))  # a rank without samples reads an extra one
         self._is_averaged = False
-        super().backward(loss, scaler, **kwargs)
+        yield items if weight is None else bool(num_samples)  # a rank without samples reads an extra one
         self._weight, self._is_weighted = self._weight + items, weight is not None
         for loader in current:
             loader.has_backward = True
@@ -113,7 +122,7 @@ class Kept(Strategy, ABC):
             self._average_own()
         else:
             contribution = [self._weight, *position_of(loaders, self._membership.count_steps())]
-            contributions = self._average(contribution, has_scaler=scaler is not None)
+            contributions = self._average(contribution, has_scaler=has_scaler)
             record_update(loaders, {rank: position for rank, (_, *position) in contributions.items()})
         for loader in current:
             loader.is_trained = True
