@@ -93,22 +93,22 @@ def recursively_apply(
         TypeError: there is a leaf of another type, and ``error_on_other_type`` is set.
     """
 
-    def walk(item: object) -> object:
-        if isinstance(item, (tuple, list)):
-            return honor_type(item, (walk(child) for child in cast("list[object]", item)))
-        if isinstance(item, Mapping):
-            mapping = cast("Mapping[object, object]", item)
-            return rebuild_mapping(mapping, {key: walk(child) for key, child in mapping.items()})
-        if test_type(item):
-            return func(item, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(
-                f"Unsupported type {type(item)} passed to {getattr(func, '__name__', func)}: only nested "
-                f"list/tuple/dicts of objects that satisfy {getattr(test_type, '__name__', test_type)} are handled."
-            )
-        return item
-
-    return walk(data)
+    # Not by a nested function that calls itself: such a cycle keeps its tensors alive until a garbage collection.
+    options: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    if isinstance(data, (tuple, list)):
+        return honor_type(data, (recursively_apply(func, item, *args, **options) for item in cast("list[Any]", data)))
+    if isinstance(data, Mapping):
+        mapping = cast("Mapping[object, object]", data)
+        applied = {key: recursively_apply(func, item, *args, **options) for key, item in mapping.items()}
+        return rebuild_mapping(mapping, applied)
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    if error_on_other_type:
+        raise TypeError(
+            f"Unsupported type {type(data)} passed to {getattr(func, '__name__', func)}: only nested "
+            f"list/tuple/dicts of objects that satisfy {getattr(test_type, '__name__', test_type)} are handled."
+        )
+    return data
 
 
 def flat_tensors(data: Any) -> list[torch.Tensor] | None:

@@ -386,15 +386,14 @@ def tensors_of(data: object) -> list[torch.Tensor]:
 
 def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> object:
     """Return ``data`` with its tensors replaced by ``tensors``, in order."""
-    rest = iter(tensors)
+    return _with_next(data, iter(tensors))
 
-    def walk(item: object) -> object:
-        if isinstance(item, torch.Tensor):
-            return next(rest)
-        children = children_of(item)
-        return item if children is None else _rebuilt(item, [walk(child) for child in children])
 
-    return walk(data)
+def _with_next(data: object, rest: Iterator[torch.Tensor]) -> object:
+    if isinstance(data, torch.Tensor):
+        return next(rest)
+    children = children_of(data)
+    return data if children is None else _rebuilt(data, [_with_next(child, rest) for child in children])
 
 
 def children_of(data: object) -> list[object] | None:

@@ -70,8 +70,8 @@ class Alone:
     """The membership of one living rank."""
 
     members: tuple[int, ...] = (0,)
-    rank, num_copies, is_joining, trains_apart = 0, 1, False, False
-    reader_of, readers = Membership.reader_of, Membership.readers
+    rank, replica_size, num_copies, num_stages, is_joining, trains_apart = 0, 1, 1, 1, False, False
+    reader_of, readers, _place = Membership.reader_of, Membership.readers, Membership._place
 
 
 class Apart(Alone):
@@ -94,7 +94,7 @@ class Halves(Alone):
     """The membership of rank 3, among two replicas of two ranks that read the same samples."""
 
     members = (0, 1, 2, 3)
-    rank, num_copies = 3, 2
+    rank, replica_size, num_copies = 3, 2, 2
 
 
 def loader(membership: Any = None) -> SharedLoader:
