@@ -50,7 +50,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "guests/preemption/loop.py attach TypeError",
         "nested.py concatenate TypeError",
         "nested.py find_batch_size TypeError",
-        "nested.py recursively_apply.walk TypeError",
+        "nested.py recursively_apply TypeError",
         "precision/base.py ConvertOutputsToFp32.__getstate__ TypeError",
         "precision/sharded_scaler.py ShardedScaler.__reduce__ TypeError",
         "settings/option.py OptionGroup.__init__ TypeError",
