@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
 from tests.multi.test_lost_replica import SHARDED, _check, _launch, _lines
 from tests.slow import slow_for
 
@@ -19,14 +21,12 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 from accelerate import Accelerator
-from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
-from tests.multi.test_lost_meshes import Attention, TOKENS
+from tests.multi.test_lost_meshes import Attention, TOKENS, record_updates
 
 folder, deaths = Path(sys.argv[1]), json.loads(sys.argv[2])
 accelerator = Accelerator(cpu=True)
 rank, members = accelerator.process_index, accelerator.world.members
 is_new = members.is_joining
-log = (folder / f"log_{rank}_{os.getpid()}").open("w")
 torch.manual_seed(rank)
 model = Attention()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -36,16 +36,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 whole = lambda: {name: value.full_tensor() for name, value in model.state_dict().items()}
 if not is_new:
     torch.save(whole(), folder / f"start_{rank}.pt")
-commit = SharedEpoch.commit
-
-def noted(self, contributors):
-    given = set(contributors)
-    samples = [index for reader, taken in sorted(self._open.items()) if reader in given for index in taken]
-    log.write(json.dumps({"update": optimizer.num_updates, "epoch": loader.progress.epoch, "samples": samples}) + "\\n")
-    log.flush()
-    commit(self, given)
-
-SharedEpoch.commit = noted
+record_updates(folder / f"log_{rank}_{os.getpid()}", optimizer, loader)
 mean, losses = accelerator.streaming_mean(), []
 for epoch in range(loader.iteration, 3):
     for tokens, indices in loader:
@@ -69,14 +60,12 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 from accelerate import Accelerator
-from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
-from tests.multi.test_lost_meshes import ROWS, blocks
+from tests.multi.test_lost_meshes import ROWS, blocks, record_updates
 
 folder, deaths = Path(sys.argv[1]), json.loads(sys.argv[2])
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=folder / "run")
 rank, members = accelerator.process_index, accelerator.world.members
 is_new = members.is_joining
-log = (folder / f"log_{rank}_{os.getpid()}").open("w")
 model = blocks(rank)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.utils.data.TensorDataset(ROWS, ROWS.sum(1, keepdim=True), torch.arange(len(ROWS)))
@@ -85,16 +74,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 start = None if is_new else accelerator.get_state_dict(model)
 if start:
     torch.save(start, folder / f"start_{rank}.pt")
-commit = SharedEpoch.commit
-
-def noted(self, contributors):
-    given = set(contributors)
-    samples = [index for reader, taken in sorted(self._open.items()) if reader in given for index in taken]
-    log.write(json.dumps({"update": optimizer.num_updates, "epoch": loader.progress.epoch, "samples": samples}) + "\\n")
-    log.flush()
-    commit(self, given)
-
-SharedEpoch.commit = noted
+record_updates(folder / f"log_{rank}_{os.getpid()}", optimizer, loader)
 mean = accelerator.streaming_mean()
 for epoch in range(loader.iteration, 3):
     for inputs, targets, indices in loader:
@@ -186,6 +166,21 @@ def blocks(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     layers = [layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
     return torch.nn.Sequential(*layers, torch.nn.Linear(8, 1)).double()
+
+
+def record_updates(path: Path, optimizer: Any, loader: Any) -> None:
+    """Write the samples of each update of this process to ``path``, a line each."""
+    log, commit = path.open("w"), SharedEpoch.commit
+
+    def noted(self: SharedEpoch, contributors: Iterable[int]) -> None:
+        given = set(contributors)
+        samples = [index for reader, taken in sorted(self._open.items()) if reader in given for index in taken]
+        found = {"update": optimizer.num_updates, "epoch": loader.progress.epoch, "samples": samples}
+        log.write(json.dumps(found) + "\n")
+        log.flush()
+        commit(self, given)
+
+    SharedEpoch.commit = noted
 
 
 class Attention(torch.nn.Module):

@@ -35,7 +35,7 @@ REPLICAS_MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
 REPLICA_SIZE_VARIABLE: Final = "ACCELERATE_REPLICA_SIZE"
 #: How often the ranks of this replica were started before.
 REPLICA_START_VARIABLE: Final = "ACCELERATE_REPLICA_START"
-#: The axes along which the ranks of a replica shard it.
+#: The axes along which the ranks of a replica share it out.
 REPLICA_AXES: Final = ("pp", "dp_shard", "cp", "tp")
 #: Launchers that hear nothing from each other for so long have lost each other; each sends something every second.
 SILENCE_SECONDS: Final = 7.0
