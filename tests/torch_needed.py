@@ -23,6 +23,7 @@ def needs_torch(version: str, why: str) -> pytest.MarkDecorator:
 
 
 FSDP2_ON_CPU: Final = needs_torch(OLDEST_ON_CPU, "FSDP version 2 is refused on CPU")
+MUON: Final = needs_torch("2.9", "there is no Muon")
 
 
 def skip_refused(report: pytest.TestReport) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
-from tests.diloco.training import equal, train
+from accelerate import Accelerator, DiLoCo
+from tests.diloco.training import equal, sharded, train
 from tests.ranks import run_on_ranks
 from tests.slow import slow
-from tests.torch_needed import FSDP2_ON_CPU
+from tests.torch_needed import FSDP2_ON_CPU, MUON
 
 #: Saved after step 7: the fragment that was sent after step 6 is on its way.
 OVERLAP: dict[str, Any] = {
@@ -21,11 +21,7 @@ OVERLAP: dict[str, Any] = {
 
 
 def _accelerator(shards: bool) -> Accelerator:
-    if not shards:
-        return Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    return sharded(dp_replicate_size=2, dp_shard_size=2) if shards else Accelerator(cpu=True)
 
 
 def _saves(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, Any]:
@@ -53,6 +49,8 @@ def _resumes(folder: str, arguments: dict[str, Any], shards: bool) -> dict[str, 
         pytest.param(2, OVERLAP, False, id="islands of one"),
         pytest.param(4, OVERLAP | {"islands": 2}, False, id="islands of two"),
         pytest.param(4, OVERLAP, True, id="islands of shards", marks=[FSDP2_ON_CPU, slow]),
+        pytest.param(4, OVERLAP | {"kind": "both"}, True, id="of shards, with Muon", marks=[FSDP2_ON_CPU, MUON]),
+        pytest.param(2, OVERLAP | {"kind": "both"}, False, id="of one, with Muon", marks=MUON),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(

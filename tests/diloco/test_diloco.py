@@ -14,10 +14,10 @@ from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, Para
 from accelerate.errors import ReplicaError
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import ProjectConfiguration
-from tests.diloco.training import Network, batch, equal, loss_of, optimizer_of, plain, train, weights_of
+from tests.diloco.training import Network, batch, equal, loss_of, optimizer_of, plain, sharded, train, weights_of
 from tests.ranks import run_on_ranks
 from tests.slow import slow_for
-from tests.torch_needed import FSDP2_ON_CPU, needs_torch
+from tests.torch_needed import FSDP2_ON_CPU, MUON
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"inner_steps": 4, "compression": "none", "fragments": 1, "overlap": False},
@@ -33,9 +33,7 @@ def _train(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return train(num_steps, **arguments)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[needs_torch("2.9", "there is no Muon")] * (case == "muon")) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[MUON] * (case == "muon")) for case in CASES])
 def test_islands_of_one_process_train_as_a_plain_loop(case: str) -> None:
     arguments = CASES[case]
     ranks = run_on_ranks(_train, 2, 15, arguments)
@@ -105,10 +103,10 @@ def averages(kind: str, accelerator: Accelerator, model: Any, *, inner_steps: in
     return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
 
 
-def _trains_on(kind: str) -> None:
-    accelerator = Accelerator(cpu=True)
+def _trains_on(kind: str, optimizer_kind: str, axes: dict[str, int]) -> None:
+    accelerator = sharded(**axes) if axes else Accelerator(cpu=True)
     model = Network()
-    model, optimizer = accelerator.prepare(model, optimizer_of("adamw", model))
+    model, optimizer = accelerator.prepare(model, optimizer_of(optimizer_kind, model))
     with averages(kind, accelerator, model, inner_steps=4) as averaging:
         for step in range(7):
             accelerator.backward(loss_of(model, step, accelerator.process_index))
@@ -123,9 +121,16 @@ def _trains_on(kind: str) -> None:
     accelerator.compare_replicas()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("both", marks=MUON)])
 @pytest.mark.parametrize("kind", ["DiLoCo", "LocalSGD"])
-def test_replicas_stay_equal_when_training_goes_on_without_islands(kind: str) -> None:
-    run_on_ranks(_trains_on, 2, kind)
+def test_replicas_stay_equal_when_training_goes_on_without_islands(kind: str, optimizer: str) -> None:
+    run_on_ranks(_trains_on, 2, kind, optimizer, {})
+
+
+@FSDP2_ON_CPU
+@MUON
+def test_shards_stay_equal_when_training_goes_on_without_islands() -> None:
+    run_on_ranks(_trains_on, 4, "DiLoCo", "both", {"dp_replicate_size": 2, "dp_shard_size": 2})
 
 
 def _uses_a_part(kind: str) -> tuple[bool, list[torch.Tensor]]:
@@ -156,14 +161,13 @@ def test_state_that_only_some_ranks_have_begins_anew(kind: str) -> None:
 
 
 def _train_shards(num_steps: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    return train(num_steps, Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config), **arguments)
+    return train(num_steps, sharded(dp_replicate_size=2, dp_shard_size=2), **arguments)
 
 
 @FSDP2_ON_CPU
-def test_islands_of_shards_reduce_gradients_inside() -> None:
-    arguments: dict[str, Any] = CASES["plain"] | {"kind": "adamw"}
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=MUON), pytest.param("both", marks=MUON)])
+def test_islands_of_shards_reduce_gradients_inside(kind: str) -> None:
+    arguments: dict[str, Any] = CASES["plain"] | {"kind": kind}
     ranks = run_on_ranks(_train_shards, 4, 10, arguments)
     expected = plain(10, 2, size=2, **arguments)
     for rank, found in enumerate(ranks):
@@ -316,14 +320,14 @@ def test_islands_of_tensor_parallel_ranks_stay_equal() -> None:
     assert not equal(ranks[0]["inside"], ranks[2]["inside"])
 
 
-def _train_fsdp_inside(axes: dict[str, Any]) -> dict[str, Any]:
+def _train_fsdp_inside(axes: dict[str, Any], kind: str) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, **axes)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
     model: Any = Cut()
     if "tp_size" in axes:
         model._tp_plan = {"first": "colwise", "second": "rowwise"}
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    model, optimizer = accelerator.prepare(model, optimizer_of(kind, model))
     part = 2 * accelerator.mesh.place("dp_replicate") + accelerator.mesh.place("dp_shard")
     found = _seven_updates(accelerator, model, optimizer, part, compression="none", overlap=False)
     accelerator.compare_replicas()
@@ -332,9 +336,13 @@ def _train_fsdp_inside(axes: dict[str, Any]) -> dict[str, Any]:
 
 @slow_for("eight ranks")
 @FSDP2_ON_CPU
-@pytest.mark.parametrize("axes", [{"tp_size": 2}, {"cp_size": 2}], ids=str)
-def test_islands_of_fsdp_with_another_axis_inside(axes: dict[str, int]) -> None:
-    ranks = run_on_ranks(_train_fsdp_inside, 8, axes)
+@pytest.mark.parametrize(
+    ("axes", "kind"),
+    [({"tp_size": 2}, "adamw"), ({"cp_size": 2}, "adamw"), pytest.param({"tp_size": 2}, "muon", marks=MUON)],
+    ids=str,
+)
+def test_islands_of_fsdp_with_another_axis_inside(axes: dict[str, int], kind: str) -> None:
+    ranks = run_on_ranks(_train_fsdp_inside, 8, axes, kind)
     for rank, found in enumerate(ranks):
         assert equal(found["inside"], ranks[rank // 4 * 4]["inside"])
         assert equal(found["after"], ranks[0]["after"])

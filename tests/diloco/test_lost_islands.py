@@ -21,6 +21,7 @@ import torch
 from tests.diloco.training import equal, plain
 from tests.multi.test_lost_replica import SHARDED
 from tests.slow import slow_for
+from tests.torch_needed import MUON
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -33,6 +34,7 @@ from accelerate.guests.fault_tolerance.shared_epoch import SharedEpoch
 
 folder, num_epochs, pause, deaths = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4])
 arguments, num_back = json.loads(sys.argv[5]), int(sys.argv[6])  # ranks that live afterwards
+has_muon = sys.argv[7] == "muon"
 project = ProjectConfiguration(folder / "run", automatic_checkpoint_naming=True)
 accelerator = Accelerator(cpu=True, project_config=project)
 rank, members = accelerator.process_index, accelerator.world.members
@@ -57,7 +59,8 @@ class Data(torch.utils.data.Dataset):
 
 torch.manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+optimizer = torch.optim.Muon(matrices, lr=1e-2) if has_muon else torch.optim.SGD(model.parameters(), lr=1e-2)
 loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -110,11 +113,11 @@ slow = slow_for("several generations of processes", "kills")
 
 def launch(
     folder: Path, num_ranks: int, deaths: dict[int, tuple[int, str]], *, num_epochs: int = 3, pause: float = 0.0,
-    num_back: int = 0, arguments: dict[str, Any] = ROUNDS, options: tuple[str, ...] = (),
+    num_back: int = 0, arguments: dict[str, Any] = ROUNDS, options: tuple[str, ...] = (), kind: str = "sgd",
 ) -> subprocess.Popen[str]:  # fmt: skip
     (folder / "train.py").write_text(SCRIPT)
     start = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes"]
-    words = [str(folder), str(num_epochs), str(pause), json.dumps(deaths), json.dumps(arguments), str(num_back)]
+    words = [str(folder), str(num_epochs), str(pause), json.dumps(deaths), json.dumps(arguments), str(num_back), kind]
     command = [*start, str(num_ranks), "--keep_replicas", "50", *options, str(folder / "train.py"), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -172,8 +175,9 @@ def test_a_lost_island_costs_no_sample_and_no_restart(
 
 
 @slow
-def test_an_island_of_shards_is_lost_with_all_of_its_ranks(tmp_path: Path) -> None:
-    launched = launch(tmp_path, 4, {3: (4, "backward")}, num_back=4, options=SHARDED)
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("muon", marks=MUON)])
+def test_an_island_of_shards_is_lost_with_all_of_its_ranks(tmp_path: Path, kind: str) -> None:
+    launched = launch(tmp_path, 4, {3: (4, "backward")}, num_back=4, options=SHARDED, kind=kind)
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 0, errors
     assert errors.count("its replica is started again") == 1, errors
@@ -181,10 +185,17 @@ def test_an_island_of_shards_is_lost_with_all_of_its_ranks(tmp_path: Path) -> No
 
 
 @slow
-@pytest.mark.parametrize("arguments", [ROUNDS, STREAMED], ids=["rounds", "streamed"])
-def test_a_checkpoint_has_the_samples_of_the_island_that_saves_it(tmp_path: Path, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param({"num_ranks": 3, "arguments": ROUNDS}, id="rounds"),
+        pytest.param({"num_ranks": 3, "arguments": STREAMED}, id="streamed"),
+        pytest.param({"num_ranks": 4, "options": SHARDED, "kind": "muon"}, id="shards with Muon", marks=MUON),
+    ],
+)
+def test_a_checkpoint_has_the_samples_of_the_island_that_saves_it(tmp_path: Path, made: dict[str, Any]) -> None:
     """Between two exchanges, what the other islands have trained on since the last one is read again after a resume."""
-    launched = launch(tmp_path, 3, {}, pause=0.2, arguments=arguments)
+    launched = launch(tmp_path, deaths={}, pause=0.2, **made)
     for word in ("update", "saved"):
         while not any(word in line for process in lines_of(tmp_path) for line in process):
             assert launched.poll() is None, launched.communicate()[1]
@@ -197,10 +208,10 @@ def test_a_checkpoint_has_the_samples_of_the_island_that_saves_it(tmp_path: Path
     last = max(number for number, line in enumerate(main) if "saved" in line)
     for log in tmp_path.glob("log_*"):
         log.unlink()
-    launched = launch(tmp_path, 3, {}, arguments=arguments)
+    launched = launch(tmp_path, deaths={}, **made)
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 0 and "was lost" not in errors, errors
-    check(tmp_path, 3, before=taken_in(main[:last]))
+    check(tmp_path, made["num_ranks"], before=taken_in(main[:last]))
 
 
 @pytest.mark.timeout(900)

@@ -8,10 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate import Accelerator, DiLoCo
+from accelerate import Accelerator, DiLoCo, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.guests.diloco.compression import CODECS
 
 BATCH = 4
+
+
+class Both(torch.optim.Optimizer):
+    """An optimizer that only steps its own two: Muon for matrices, and AdamW for the other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        self.optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+        super().__init__([group for one in self.optimizers for group in one.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step both."""
+        for one in self.optimizers:
+            one.step()
 
 
 class Network(nn.Module):
@@ -41,6 +56,8 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "muon":
         return torch.optim.Muon([parameter for parameter in model.parameters() if parameter.ndim == 2], lr=0.01)
+    if kind == "both":
+        return Both(model)
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -48,6 +65,12 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """The loss of one rank's samples in one step."""
     inputs, targets = batch(step, rank)
     return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def sharded(**axes: int) -> Accelerator:
+    """An Accelerator with FSDP 2 inside of islands, each parameter sharded by itself."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**axes))
 
 
 def train(

@@ -4,10 +4,9 @@
 from .background import Background as Background
 from .codec import EncodingError as EncodingError
 from .dcp import merge_fsdp_weights as merge_fsdp_weights
-from .loading import find_newest as find_newest, load_accelerator_state as load_accelerator_state, load_run as load_run
+from .loading import load_accelerator_state as load_accelerator_state, load_run as load_run
 from .loading import LoadedCheckpoint as LoadedCheckpoint, LoadOptions as LoadOptions
-from .loading import read_checkpoint as read_checkpoint, resume_checkpoint as resume_checkpoint
-from .loading import resume_run as resume_run
+from .loading import read_checkpoint as read_checkpoint, resume_run as resume_run
 from .missed import watch_first_step as watch_first_step
 from .objects import check_registrable as check_registrable, Hooks as Hooks, load as load
 from .objects import load_custom_state as load_custom_state, save as save, save_custom_state as save_custom_state

@@ -187,21 +187,6 @@ def read_checkpoint(
     return load_run(run, input_dir, options)
 
 
-def resume_checkpoint(
-    root: str | PathLike[str] | None = None,
-    *,
-    world: World | None = None,
-    project: ProjectOptions | None = None,
-    **objects: Any,
-) -> LoadedCheckpoint | None:
-    """Load the newest valid checkpoint in ``root`` into the given objects, as :func:`resume_run` does.
-
-    The arguments are those of :func:`read_checkpoint`.
-    """
-    run, options = _named(world, project, objects)
-    return resume_run(run, root, options)
-
-
 def _named(
     world: World | None, project: ProjectOptions | None, objects: dict[str, Any]
 ) -> tuple[RunState, LoadOptions]:
@@ -240,20 +225,6 @@ def _find(
 def _broadcast_addresses(found: Iterable[tuple[object, Storage]], ranks: Ranks) -> list[str]:
     """Return the addresses that the main process sees, newest first, on every rank."""
     return ranks.all_gather([str(storage) for _, storage in found][::-1] if ranks.is_main else [])[0]
-
-
-def find_newest(root: str | PathLike[str], world: World | None = None) -> LoadedCheckpoint | None:
-    """Return the newest checkpoint in ``root`` that is valid on every rank; None if ``root`` has no checkpoints.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is valid; the text gives the reason for each.
-    """
-    ranks = Ranks(world)
-    located = _newest(_candidates(root, ranks), ranks, where=str(root))
-    if located is None:
-        return None
-    located[0].close()
-    return located[1]
 
 
 def _candidates(root: str | PathLike[str] | Storage, ranks: Ranks) -> list[str]:

@@ -7,7 +7,7 @@ An exchange only copies, so matrices arrive bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -92,10 +92,11 @@ class MatrixExchange:
     Args:
         mesh: the mesh of these ranks.
         device: the device on which this process communicates.
+        ranks: those of them that take part; default: all.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.group: dist.ProcessGroup | None = _group_of(mesh)
+    def __init__(self, mesh: DeviceMesh, device: torch.device, ranks: Collection[int] | None = None) -> None:
+        self.group: dist.ProcessGroup | None = _group_of(mesh, ranks)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
         self._device = device
@@ -178,13 +179,13 @@ def _buckets(shards: Iterable[Shard]) -> Iterator[tuple[MatrixExchange, list[Sha
         yield exchange, bucket
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of all ranks of ``mesh``; create one if a mesh of several axes covers only some of the ranks."""
-    if mesh.ndim == 1:
+def _group_of(mesh: DeviceMesh, among: Collection[int] | None) -> dist.ProcessGroup | None:
+    """Return the group of the ranks of ``mesh``, or of those ``among`` them; create one if there is none."""
+    ranks = sorted(rank for rank in mesh.mesh.flatten().tolist() if among is None or rank in among)
+    if mesh.ndim == 1 and len(ranks) == mesh.size():
         return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
+    if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    ranks = sorted(mesh.mesh.flatten().tolist())
     group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)  # pyright: ignore[reportAssignmentType]
     return group
 

@@ -10,7 +10,7 @@ Training", 2025.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
@@ -41,7 +41,7 @@ def step_on_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.devic
         device: the device on which this process communicates.
     """
     is_declared = needs_whole_matrices(optimizer)
-    for one in _stepping(optimizer):
+    for one in stepping(optimizer):
         trained = [parameter for group in one.param_groups for parameter in group["params"]]
         if one not in _STEPS and (is_declared or needs_whole_matrices(one)) and any(map(_is_split, trained)):
             steps = _STEPS[one] = WholeMatrixSteps(device)
@@ -51,13 +51,23 @@ def step_on_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.devic
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
     """Shard the optimizer state that owners hold whole, in the layout of its parameters; a collective."""
-    for one in _stepping(optimizer):
+    for one in stepping(optimizer):
         steps = _STEPS.get(one)
         if steps is not None:
             steps.shard_state(one)
 
 
-def _stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def exchange_among(optimizer: torch.optim.Optimizer, ranks: Collection[int] | None) -> None:
+    """Let only ``ranks`` own the matrices of ``optimizer`` that they hold; None for all that hold them.
+
+    Whole state that :func:`shard_state` hasn't sharded before is lost.
+    """
+    for one in stepping(optimizer):
+        if one in _STEPS:
+            _STEPS[one].restart(ranks)
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``optimizer`` keeps as attributes, also in lists and dicts; if none, itself."""
 
     def values() -> Iterator[object]:
@@ -74,14 +84,19 @@ class WholeMatrixSteps:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._exchanges: dict[DeviceMesh, MatrixExchange] = {}
-        self._matrices: dict[torch.Tensor, Matrix] = {}
-        # The same objects in every step: some optimizers keep values by parameter outside of their state.
-        self._owned: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self.restart(None)
         # During a step: the sharded parameters of each group, and their replacements by parameter.
         self._groups: list[list[torch.Tensor]] = []
         self._wholes: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._shards: list[tuple[DTensor, Shard]] = []
+
+    def restart(self, ranks: Collection[int] | None) -> None:
+        """Assign owners anew in the next step, among ``ranks`` only; None for all ranks that hold shards."""
+        self._ranks = ranks
+        self._exchanges: dict[DeviceMesh, MatrixExchange] = {}
+        self._matrices: dict[torch.Tensor, Matrix] = {}
+        # The same objects in every step: some optimizers keep values by parameter outside of their state.
+        self._owned: dict[torch.Tensor, torch.nn.Parameter] = {}
 
     # -- around a step -------------------------------------------------------------------------------------
 
@@ -173,7 +188,7 @@ class WholeMatrixSteps:
                 new.setdefault(parameter.device_mesh, []).append(parameter)
         for mesh, same in new.items():
             if mesh not in self._exchanges:
-                self._exchanges[mesh] = MatrixExchange(mesh, self._device)
+                self._exchanges[mesh] = MatrixExchange(mesh, self._device, self._ranks)
             self._matrices.update(zip(same, self._exchanges[mesh].assign_owners(same), strict=True))
         return [self._matrices[parameter] for parameter in parameters]
 
@@ -191,7 +206,7 @@ class WholeMatrixSteps:
                 if isinstance(value, _Shaped):
                     shard = Shard(matrix, torch.empty_like(_local(parameter), dtype=value.dtype), state.get(name))
                     shards.append(shard)
-                    state[name] = _sharded_as(parameter, shard.local)
+                    state[name] = sharded_as(parameter, shard.local)
                 elif not matrix.is_owned:
                     state[name] = value
         scatter(shards)
@@ -249,7 +264,7 @@ def _local(tensor: torch.Tensor | None, like: DTensor | None = None) -> torch.Te
     return tensor.to_local().detach()
 
 
-def _sharded_as(parameter: DTensor, shard: torch.Tensor) -> DTensor:
+def sharded_as(parameter: DTensor, shard: torch.Tensor) -> DTensor:
     """Return ``shard`` as a DTensor that is sharded like ``parameter``."""
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)

@@ -18,18 +18,18 @@ import torch
 
 from accelerate.checkpointing import (
     Background,
-    find_newest,
     list_checkpoints,
     pin,
     read_checkpoint,
-    resume_checkpoint,
     write_checkpoint,
 )
 from accelerate.checkpointing import storage as storage_module
+from accelerate.checkpointing.series import list_committed
 from accelerate.checkpointing.storage import RemoteStorage, storage_of
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.training import ProjectOptions
 from tests.ranks import run_on_ranks
+from tests.unit.checkpointing.resuming import resume_models
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -175,7 +175,7 @@ def test_what_is_not_there_is_not_found(root: str) -> None:
         load(f"{root}/nowhere")
     with pytest.raises(CheckpointNotFound):
         load(project(root))
-    assert resume_checkpoint(project=project(root)) is None
+    assert resume_models([], project=project(root)) is None
 
 
 def test_in_the_background(root: str) -> None:
@@ -274,7 +274,7 @@ def test_a_network_that_is_gone_at_any_call_leaves_the_old_or_the_new_state(memo
                 except (CheckpointError, TimeoutError):
                     failed += 1
             if fresh:
-                assert find_newest(address) is None or load(address) == 2.0
+                assert not list_committed(address) or load(address) == 2.0
             else:
                 assert load(address) in (1.0, 2.0)
             save(address, 3)

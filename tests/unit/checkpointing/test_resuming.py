@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.checkpointing import LoadedCheckpoint, resume_checkpoint, write_checkpoint
+from accelerate.checkpointing import LoadedCheckpoint, write_checkpoint
 from accelerate.checkpointing import store as store_module
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.training import ProjectOptions
+from tests.unit.checkpointing.resuming import resume_models
 
 
 def save(target: Path | ProjectOptions, value: float) -> Path:
@@ -27,7 +28,7 @@ def resume(target: Path | ProjectOptions) -> tuple[float, LoadedCheckpoint | Non
     where: dict[str, Any] = {"project": target} if isinstance(target, ProjectOptions) else {"root": target}
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.full((2,), -1.0))
-    found = resume_checkpoint(**where, models=[model])
+    found = resume_models([model], **where)
     return model.w[0].item(), found
 
 
@@ -55,8 +56,8 @@ def test_resuming_takes_the_options_of_a_load(tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.w, model.new = (torch.nn.Parameter(torch.full((2,), -1.0)) for _ in range(2))
     with pytest.raises(CheckpointError, match="new"):
-        resume_checkpoint(tmp_path, models=[model])
-    assert resume_checkpoint(tmp_path, models=[model], strict=False) is not None
+        resume_models([model], tmp_path)
+    assert resume_models([model], tmp_path, strict=False) is not None
     assert (model.w[0].item(), model.new[0].item()) == (3.0, -1.0)
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ...errors import NotBuilt, SettingError
-from ...parallel.rebind import inner_optimizer
 from .compression import Codec
-from .islands import Islands
+from .islands import Islands, sharded_optimizers
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -33,10 +32,10 @@ def average_optimizer_states(run: Accelerator, model: torch.nn.Module, islands: 
 
     With equal weights but other momentum, replicas would part again at the next update. State that isn't of
     floating-point numbers is that of the first island. Where only some ranks have state of a parameter, because the
-    others never used it, it begins anew on all. An optimizer that keeps each state on one rank is let be.
+    others never used it, it begins anew on all.
     """
+    optimizers = sharded_optimizers(run)
     parameters = [one for _, one in run.strategy.state.named_parameters(model)]
-    optimizers = list(map(inner_optimizer, run._optimizers))
     states = {
         (number, place): optimizer.state[parameter]
         for number, optimizer in enumerate(optimizers)

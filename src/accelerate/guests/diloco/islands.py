@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
@@ -15,6 +16,7 @@ from ...distributed.mesh import AXES, Mesh
 from ...distributed.world import World
 from ...errors import PreparationError, SettingError
 from ...parallel.ddp import DataParallel, replica_in
+from ...parallel.rebind import inner_optimizer
 from ...torch_private.distributed import all_gather_single, set_process_group
 
 if TYPE_CHECKING:
@@ -197,6 +199,8 @@ class GroupIslands(Islands):
 
     def keep_inside(self, run: Accelerator, model: nn.Module) -> list[Callable[[], None]]:
         """Reduce gradients inside of islands only; return functions that undo it."""
+        from ...parallel.matrix_optimizer import exchange_among
+
         undo: list[Callable[[], None]] = []
         replica = replica_in(model)
         if replica is not None:
@@ -210,6 +214,10 @@ class GroupIslands(Islands):
         group, size = self.mesh.group("dp_shard", "ep", "cp", "sp"), self.mesh.size("dp_shard", "ep", "cp", "sp")
         for gradients in getattr(run.strategy, "_replicas", ()):  # of parameters beside shards
             undo.append(_setting(gradients, _group=group, _size=size))
+        assert self.inside is not None, "an island has a group"
+        for optimizer in sharded_optimizers(run):
+            exchange_among(optimizer, dist.get_process_group_ranks(self.inside))
+            undo.append(partial(exchange_among, optimizer, None))
         undo.append(_setting(run._weights, _mesh=self.mesh))  # divides by the weights of all ranks that reduce
         undo.append(_setting(run.strategy, averages_replicas=False))
         return undo
@@ -279,6 +287,19 @@ class KeptIslands(Islands):
         return [_setting(self._members, trains_apart=True), _setting(run.strategy, averages_replicas=False)]
 
 
+def sharded_optimizers(run: Accelerator) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of ``run``, with all state in shards; a collective.
+
+    In place of an optimizer that only steps others, these are returned.
+    """
+    from ...parallel.matrix_optimizer import shard_state, stepping
+
+    found = [one for prepared in run._optimizers for one in stepping(inner_optimizer(prepared))]
+    for optimizer in found:
+        shard_state(optimizer)
+    return found
+
+
 def _island_of(mesh: Mesh, world: World, inside: dist.ProcessGroup) -> Mesh:
     """Return the mesh of one island of ``mesh``."""
     within = replace(world, rank=mesh.place(*INSIDE), size=mesh.size(*INSIDE), group=inside)
@@ -336,13 +357,6 @@ def check(run: Accelerator, model: nn.Module) -> None:
 def _keeps_shards(run: Accelerator) -> bool:
     if run.strategy.mesh.active("pp"):
         return True
-    from ...parallel.matrix_optimizer import needs_whole_matrices
     from ...parallel.sharded_strategy import ShardedStrategy
 
-    for optimizer in run._optimizers:
-        if needs_whole_matrices(optimizer.optimizer):
-            raise PreparationError(
-                f"{type(optimizer.optimizer).__name__} over shards, with DiLoCo, isn't built: the owner of a matrix "
-                "may be in another island. Use it with DDP islands, or AdamW with shards."
-            )
     return isinstance(run.strategy, ShardedStrategy) and not run.strategy.mesh.active("ep")

@@ -16,8 +16,9 @@ import torch
 from ...checkpointing.codec import encode
 from ...checkpointing.layout import read_state, write_encoded
 from ...errors import CheckpointError
+from ...modules import is_sharded
 from .fragments import Fragment, OuterWeight, local_values
-from .islands import Islands
+from .islands import Islands, sharded_optimizers
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -72,7 +73,7 @@ class DiLoCoState:
             "buffers": [local_values(buffer) for buffer in _held(self._model.buffers())],
             "optimizers": [
                 [_local_state(optimizer.state.get(parameter, {})) for parameter in _trained(optimizer)]
-                for optimizer in self._run._optimizers
+                for optimizer in sharded_optimizers(self._run)
             ],
         }
 
@@ -141,7 +142,7 @@ class DiLoCoState:
         for name, tensors in (("parameters", self._model.parameters()), ("buffers", self._model.buffers())):
             for tensor, saved in zip(_held(tensors), self._inner[name], strict=True):
                 local_values(tensor).copy_(saved)
-        for optimizer, states in zip(self._run._optimizers, self._inner["optimizers"], strict=True):
+        for optimizer, states in zip(sharded_optimizers(self._run), self._inner["optimizers"], strict=True):
             for parameter, saved in zip(_trained(optimizer), states, strict=True):
                 if not saved:  # an island that hasn't used it
                     optimizer.state.pop(parameter, None)
@@ -150,8 +151,7 @@ class DiLoCoState:
                     if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
                         local_values(known).copy_(value)
                     else:
-                        is_whole = isinstance(value, torch.Tensor) and value.ndim
-                        optimizer.state[parameter][name] = value.to(parameter.device) if is_whole else value
+                        optimizer.state[parameter][name] = _placed_as(parameter, value)
 
 
 def _name(island: int, part: int) -> str:
@@ -165,6 +165,18 @@ def _held(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _placed_as(parameter: Any, value: Any) -> Any:
+    """Return a saved ``value`` of optimizer state on the device of ``parameter``; a shard in its layout."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    local = value.to(parameter.device)
+    if not is_sharded(parameter) or local.shape != local_values(parameter).shape:
+        return local
+    from ...parallel.matrix_optimizer import sharded_as
+
+    return sharded_as(parameter, local)
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
