@@ -255,7 +255,7 @@ def test_islands_of_several_axes_train_like_islands_of_one_rank(
         ends += [torch.load(path) for path in folder.glob("end_*")]
     assert len(ends) == 10
     for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(end, ends[0], rtol=1e-3, atol=1e-4)  # float32: other orders of sums add up
 
 
 def test_islands_may_be_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_islands_may_be_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ends += [torch.load(path) for path in folder.glob("end_*")]
     assert len(ends) == 4  # of each rank, and of the main process of each pipeline
     for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(end, ends[0], rtol=1e-3, atol=1e-4)  # float32: other orders of sums add up
 
 
 @pytest.mark.parametrize(
