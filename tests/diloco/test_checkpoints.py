@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator, DiLoCo
-from tests.diloco.training import equal, sharded, train
+from accelerate import Accelerator, DiLoCo, ParallelismConfig
+from tests.diloco.training import batch, equal, sharded, train
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 from tests.torch_needed import FSDP2_ON_CPU, MUON
@@ -62,6 +62,35 @@ def test_a_resumed_run_has_the_same_bits(
         assert second["steps"] == list(range(8, 21))
         assert equal(first["inside"], second["inside"]), f"rank {rank} inside of the context"
         assert equal(first["after"], second["after"]), f"rank {rank} after it"
+
+
+def _stages(folder: str, num_steps: int, loads: bool) -> list[torch.Tensor]:
+    """Train pipelines from step 0, and save, or load and train from step 7 on; return the weights of this stage."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, pp_size=2))
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 9), torch.nn.Linear(9, 5)
+    )
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    island = accelerator.mesh.place("dp_replicate")
+    with DiLoCo(accelerator, model, 6, compression="2bit", fragments=2, overlap_steps=2) as diloco:
+        if loads:
+            accelerator.load_state(folder)
+        for step in range(7 if loads else 0, num_steps):
+            accelerator.pipeline_step(model, batch(step, island), torch.nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+            if step == 6:
+                accelerator.save_state(folder)
+        return [one.detach().clone() for one in model.parameters() if not one.is_meta]
+
+
+def test_resumed_pipelines_have_the_same_bits(tmp_path: Path) -> None:
+    """Each stage has the fragments of its own layers."""
+    without = run_on_ranks(_stages, 4, str(tmp_path / "state"), 15, False)
+    resumed = run_on_ranks(_stages, 4, str(tmp_path / "state"), 15, True)
+    assert all(map(equal, without, resumed)) and not equal(without[0], without[2])
 
 
 def test_other_islands_continue(tmp_path: Path) -> None:

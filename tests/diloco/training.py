@@ -67,7 +67,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
-def sharded(**axes: int) -> Accelerator:
+def sharded(**axes: Any) -> Accelerator:
     """An Accelerator with FSDP 2 inside of islands, each parameter sharded by itself."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
     return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**axes))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
 
@@ -27,6 +27,10 @@ class Kept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+    @property
+    def remarks(self) -> list[str]:
+        return [text for text in self.texts if "trains no parameter" in text or "also trains" in text]
 
 
 class Block(nn.Module):
@@ -58,12 +62,28 @@ def remarks(layout: dict[str, Any], *, prepares_model: bool, others: int = 0) ->
         accelerator.backward(model(torch.ones(2, 4)).sum() * sum(temperatures, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()
-    return [text for text in kept.texts if "trains no parameter" in text or "also trains" in text]
+    return kept.remarks
+
+
+def remarks_on_stages() -> list[str]:
+    """Two optimizers, each with parameters of one stage only."""
+    AcceleratorState._reset_state(True)
+    kept = Kept()
+    logging.getLogger("accelerate").addHandler(kept)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers: Any = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    accelerator.pipeline_step(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.functional.mse_loss)
+    for optimizer in optimizers:
+        optimizer.step()
+    return kept.remarks
 
 
 def all_layouts() -> dict[str, list[str]]:
     found = {name: remarks(layout, prepares_model=True) for name, layout in LAYOUTS.items()}
     some = remarks({}, prepares_model=True, others=2)
+    found["stages"] = remarks_on_stages()
     return {**found, "alone": remarks({}, prepares_model=False), "some": some}
 
 

@@ -377,7 +377,7 @@ def remark_on_stray(
     the processes after the first step.
     """
     owned = {id(parameter) for model in [*models, *prepared.values()] for parameter in model.parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if not one.is_meta]  # other stages
     if parameters and owned.isdisjoint(map(id, parameters)):
         logger.warning(
             "%s trains no parameter of a prepared model (the first has shape %s): prepare() has neither moved nor "

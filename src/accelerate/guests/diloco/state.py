@@ -97,14 +97,16 @@ class DiLoCoState:
                 f"{islands.num_parts}. Only their number may change where they hold shards: start with as many "
                 "processes for each island."
             )
-        if [one["names"] for one in first["fragments"]] != [[w.name for w in f.weights] for f in self._fragments]:
-            raise CheckpointError(
-                f"{folder} has the model in {len(first['fragments'])} fragments, and this run has others. Give "
-                "DiLoCo the same model, and fragments= as before."
-            )
         source = islands.index % first["num_islands"]
         places = range(first["num_parts"]) if islands.holds_replicas else [islands.part]
-        self._parts = [read_state(folder, _name(source, place)) for place in places]
+        parts = [read_state(folder, _name(source, place)) for place in places]
+        saved = [fragment["names"] for fragment in parts[0]["fragments"]]
+        if saved != [[weight.name for weight in fragment.weights] for fragment in self._fragments]:
+            raise CheckpointError(
+                f"{folder} has the model in {len(saved)} fragments, and this run has others. Give DiLoCo the same "
+                "model, and fragments= as before."
+            )
+        self._parts = parts
         self._inner = self._parts[0]["inner"]
         if islands.index >= first["num_islands"]:  # what was left belongs to the island of that number
             for part in self._parts:
