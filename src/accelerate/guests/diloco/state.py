@@ -99,14 +99,12 @@ class DiLoCoState:
             )
         source = islands.index % first["num_islands"]
         places = range(first["num_parts"]) if islands.holds_replicas else [islands.part]
-        parts = [read_state(folder, _name(source, place)) for place in places]
-        saved = [fragment["names"] for fragment in parts[0]["fragments"]]
+        self._parts = [read_state(folder, _name(source, place)) for place in places]
+        saved = [fragment["names"] for fragment in self._parts[0]["fragments"]]
         if saved != [[weight.name for weight in fragment.weights] for fragment in self._fragments]:
             raise CheckpointError(
-                f"{folder} has the model in {len(saved)} fragments, and this run has others. Give DiLoCo the same "
-                "model, and fragments= as before."
+                f"{folder} has other fragments of the model than this run. Give DiLoCo the same model and fragments=."
             )
-        self._parts = parts
         self._inner = self._parts[0]["inner"]
         if islands.index >= first["num_islands"]:  # what was left belongs to the island of that number
             for part in self._parts:
