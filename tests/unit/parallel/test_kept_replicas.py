@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +14,15 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.devices.table import kind_of
+from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.mesh import Mesh
 from accelerate.distributed.world import World
 from accelerate.errors import CollectiveError, PreparationError
 from accelerate.guests.fault_tolerance.membership import Membership
+from accelerate.guests.fault_tolerance.shards import form_replica
 from accelerate.guests.fault_tolerance.strategy import KeptReplicas
+from tests.ranks import run_on_ranks
 
 
 class TwoMembers:
@@ -116,3 +122,15 @@ def test_ranks_that_read_the_same_samples_are_those_of_the_mesh(sizes: dict[str,
         kept = member.without_copies(range(size), size // len(shares))
         assert member.rank in kept and [found[0].reader_of(rank) for rank in kept] == sorted(map(min, shares.values()))
         assert member.without_copies(range(size), 1) == [*range(size)]
+
+
+def test_a_traceback_of_a_rank_in_a_replica_names_no_rank(tmp_path: Path) -> None:
+    """torch adds a prefix with the rank in the process group, which is another one than the run's."""
+
+    def go() -> bool:
+        before, rank = sys.excepthook, int(os.environ["RANK"])
+        identity = ProcessIdentity(2 + rank, 4, rank, 2, "localhost", 0, "test")
+        world = form_replica(identity, 2, tmp_path / "group", torch.device("cpu"), kind_of("cpu"))
+        return (world.rank, world.size) == (rank, 2) and sys.excepthook is before
+
+    assert all(run_on_ranks(go, 2))

@@ -346,17 +346,12 @@ def check(run: Accelerator, model: nn.Module) -> None:
     elif isinstance(strategy, DataParallel):
         is_known = replica_in(model) is not None
     else:
-        is_known = _keeps_shards(run)
+        from ...parallel.sharded_strategy import ShardedStrategy
+
+        shards = isinstance(strategy, ShardedStrategy) and not strategy.mesh.active("ep")
+        is_known = shards or bool(strategy.mesh.active("pp"))
     if not is_known:
         raise PreparationError(
             f"DiLoCo over {type(strategy).__name__} ({type(model).__name__}) isn't built. Prepare the model for DDP, "
             "FSDP2, tensor or pipeline parallelism: `model, optimizer = accelerator.prepare(model, optimizer)`."
         )
-
-
-def _keeps_shards(run: Accelerator) -> bool:
-    if run.strategy.mesh.active("pp"):
-        return True
-    from ...parallel.sharded_strategy import ShardedStrategy
-
-    return isinstance(run.strategy, ShardedStrategy) and not run.strategy.mesh.active("ep")

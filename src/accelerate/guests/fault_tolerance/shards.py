@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ def form_replica(identity: ProcessIdentity, size: int, path: Path, device: torch
     rank = identity.rank % size
     own = replace(identity, rank=rank, size=size, local_rank=rank, local_size=size)
     backend = str(kind.backend or "gloo")
-    binds = device if kind.binds_group else None
-    store = form_group(own, backend, init_method=f"file://{path}", device_id=binds)
+    before = sys.excepthook
+    store = form_group(own, backend, init_method=f"file://{path}", device_id=device if kind.binds_group else None)
+    sys.excepthook = before  # torch's would name the rank inside of the replica
     coordinator = Coordinator(store, rank, size, DEFAULT_TIMEOUT)
     release_before_leaving(lambda: coordinator.leave(*dist.distributed_c10d._world.pg_map))
     return World(rank, size, rank, size, device, kind, backend, coordinator=coordinator)
