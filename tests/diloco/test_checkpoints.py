@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, DiLoCo, ParallelismConfig
-from tests.diloco.training import batch, equal, sharded, train
+from tests.diloco.training import Network, batch, equal, loss_of, optimizer_of, sharded, train, weights_of
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 from tests.torch_needed import FSDP2_ON_CPU, MUON
@@ -73,7 +73,7 @@ def _stages(folder: str, num_steps: int, loads: bool) -> list[torch.Tensor]:
     )
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     island = accelerator.mesh.place("dp_replicate")
-    with DiLoCo(accelerator, model, 6, compression="2bit", fragments=2, overlap_steps=2) as diloco:
+    with DiLoCo(accelerator, model, 6, compression="2bit", fragments=4, overlap_steps=2) as diloco:
         if loads:
             accelerator.load_state(folder)
         for step in range(7 if loads else 0, num_steps):
@@ -83,14 +83,50 @@ def _stages(folder: str, num_steps: int, loads: bool) -> list[torch.Tensor]:
             diloco.step()
             if step == 6:
                 accelerator.save_state(folder)
-        return [one.detach().clone() for one in model.parameters() if not one.is_meta]
+    return [one.detach().clone() for one in model.parameters() if not one.is_meta]
 
 
 def test_resumed_pipelines_have_the_same_bits(tmp_path: Path) -> None:
-    """Each stage has the fragments of its own layers."""
+    """Each stage has the fragments of its own layers; the first one has fewer tensors than there are fragments."""
     without = run_on_ranks(_stages, 4, str(tmp_path / "state"), 15, False)
     resumed = run_on_ranks(_stages, 4, str(tmp_path / "state"), 15, True)
-    assert all(map(equal, without, resumed)) and not equal(without[0], without[2])
+    assert all(map(equal, without, resumed)) and equal(without[0], without[1])
+
+
+def _saves_shards(folder: str) -> list[list[torch.Tensor]]:
+    """Save shards of islands that differ; return the weights of all islands, and their momentum."""
+    accelerator = sharded("SHARDED_STATE_DICT", dp_replicate_size=2, dp_shard_size=2)
+    model: Any = Network()
+    inner = optimizer_of("adamw", model)
+    model, optimizer = accelerator.prepare(model, inner)
+    with DiLoCo(accelerator, model, inner_steps=9) as diloco:
+        for step in range(3):
+            accelerator.backward(loss_of(model, step, accelerator.process_index))
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        accelerator.save_state(folder)
+        states: list[Any] = [inner.state[parameter]["exp_avg"] for parameter in model.parameters()]
+        return [weights_of(model), [one.full_tensor() for one in states]]
+
+
+@FSDP2_ON_CPU
+def test_a_checkpoint_in_shards_has_the_first_island(tmp_path: Path) -> None:
+    """For a run without DiLoCo: no weight of another island is among them."""
+    ranks = run_on_ranks(_saves_shards, 4, str(tmp_path / "state"))
+
+    def loads() -> list[list[torch.Tensor]]:
+        accelerator = Accelerator(cpu=True)
+        model = Network()
+        inner = optimizer_of("adamw", model)
+        model, _ = accelerator.prepare(model, inner)
+        accelerator.load_state(str(tmp_path / "state"))
+        return [weights_of(model), [inner.state[parameter]["exp_avg"] for parameter in model.parameters()]]
+
+    (found,) = run_on_ranks(loads, 1)
+    for part in (0, 1):
+        assert equal(found[part], ranks[0][part])
+        assert not any(map(torch.equal, ranks[0][part], ranks[2][part]))
 
 
 def test_other_islands_continue(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def averages(kind: str, accelerator: Accelerator, model: Any, *, inner_steps: in
     return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
 
 
-def _trains_on(kind: str, optimizer_kind: str, axes: dict[str, int]) -> None:
+def _trains_on(kind: str, optimizer_kind: str, axes: dict[str, Any]) -> None:
     accelerator = sharded(**axes) if axes else Accelerator(cpu=True)
     model = Network()
     model, optimizer = accelerator.prepare(model, optimizer_of(optimizer_kind, model))
@@ -131,6 +132,25 @@ def test_replicas_stay_equal_when_training_goes_on_without_islands(kind: str, op
 @MUON
 def test_shards_stay_equal_when_training_goes_on_without_islands() -> None:
     run_on_ranks(_trains_on, 4, "DiLoCo", "both", {"dp_replicate_size": 2, "dp_shard_size": 2})
+
+
+def _raises() -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("accelerate").addHandler(handler)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Network())
+    with pytest.raises(ZeroDivisionError), DiLoCo(accelerator, model, inner_steps=4):
+        raise ZeroDivisionError
+    with DiLoCo(accelerator, model, inner_steps=4):
+        pass
+    return [text for text in texts if "the islands keep weights of their own" in text]
+
+
+def test_an_exception_that_leaves_the_block_is_remarked_on() -> None:
+    first, other = run_on_ranks(_raises, 2)
+    assert len(first) == 1 and not other
 
 
 def _uses_a_part(kind: str) -> tuple[bool, list[torch.Tensor]]:

@@ -67,9 +67,11 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
-def sharded(**axes: Any) -> Accelerator:
+def sharded(state_dict_type: str = "FULL_STATE_DICT", **axes: Any) -> Accelerator:
     """An Accelerator with FSDP 2 inside of islands, each parameter sharded by itself."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, state_dict_type=state_dict_type
+    )
     return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**axes))
 
 

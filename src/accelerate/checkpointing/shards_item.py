@@ -54,9 +54,18 @@ class ShardsItem(CheckpointItem):
         state: nested dicts and lists; tensors may be plain tensors, DTensors or ShardedTensors.
         ranks: the ranks that write the folder together.
         staging: the staging directory that contains the folder.
+        replicas_differ: write the pieces of DTensors from the first replica only, not from any of them.
     """
 
-    def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: StateDict,
+        ranks: Ranks,
+        staging: StagingDirectory | None = None,
+        *,
+        replicas_differ: bool = False,
+    ) -> None:
         self.folder: Path = folder
         self._ranks, self._staging = ranks, staging
         planner, writer = _save_classes()
@@ -64,8 +73,8 @@ class ShardsItem(CheckpointItem):
         self._writer: Any = writer(folder)
         self._planner.set_up_planner(state, self._writer.storage_meta(), ranks.is_main)
         self._plan = self._planner.create_local_plan()
-        if ranks.size > MAX_RANKS:
-            self._plan = without_replicas(self._plan, self._planner.state_dict)
+        if ranks.size > MAX_RANKS or replicas_differ:
+            self._plan = without_replicas(self._plan, self._planner.state_dict, only_first=replicas_differ)
         self._planner.take(self._plan.items)
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -138,13 +147,17 @@ class ShardsItem(CheckpointItem):
             self._staging.progress.advance(record.size)
 
 
-def without_replicas(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
-    """Return ``plan`` without the pieces of DTensors that another replica, chosen by name, proposes."""
-    return replace(plan, items=[item for item in plan.items if _is_own(item.index.fqn, state.get(item.index.fqn))])
+def without_replicas(plan: SavePlan, state: Mapping[str, Any], *, only_first: bool = False) -> SavePlan:
+    """Return ``plan`` without the pieces of DTensors that another replica proposes, chosen by name or the first."""
+
+    def is_own(name: str) -> bool:
+        return _is_own(zlib.crc32(name.encode()) * (not only_first), state.get(name))
+
+    return replace(plan, items=[item for item in plan.items if is_own(item.index.fqn)])
 
 
-def _is_own(name: str, value: Any) -> bool:
-    """Return whether this rank is the replica that proposes its piece of ``name``."""
+def _is_own(choice: int, value: Any) -> bool:
+    """Return whether this rank is in the replica that proposes its piece of ``value``: ``choice`` modulo replicas."""
     placements: Sequence[Any] = getattr(value, "placements", ())
     if not placements:
         return True  # not a DTensor
@@ -154,7 +167,7 @@ def _is_own(name: str, value: Any) -> bool:
     ):
         if placement.is_replicate():
             own, count = own * size + at, count * size
-    return zlib.crc32(name.encode()) % count == own
+    return choice % count == own
 
 
 def whole_values(plan: SavePlan) -> int:

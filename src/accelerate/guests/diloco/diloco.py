@@ -12,11 +12,14 @@ import torch
 
 from ...accelerator import Accelerator
 from ...errors import CheckpointError, CollectiveError, SettingError
+from ...logging import MultiProcessAdapter, get_logger
 from ...seams import LoopHook
 from .compression import CODECS
 from .fragments import Fragment, OuterOptimizer, OuterWeight, average_optimizer_states, divide, local_values
 from .islands import Islands, check
 from .state import DiLoCoState
+
+logger: MultiProcessAdapter = get_logger(__name__)
 
 #: Makes the optimizer of outer weights, by default: the one of the paper.
 NESTEROV: Final[OuterOptimizer] = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -147,6 +150,11 @@ class DiLoCo:
     ) -> None:
         if self.enabled and error is None:  # after an error the other processes may not reach the collectives
             self._average()
+        elif self.enabled and isinstance(error, Exception):
+            logger.warning(
+                "An exception left a DiLoCo block: the islands keep weights of their own. Load a checkpoint before "
+                "training goes on."
+            )
         while self._undo:
             self._undo.pop()()
 
@@ -200,12 +208,15 @@ class DiLoCo:
         if coordinator is None:  # with --keep_replicas, an exchange itself says which rank makes another
             return
         coordinator.require_all("the end of a DiLoCo block")
-        numbers = coordinator.exchange(f"diloco/{coordinator.number}", str(self._num_exchanges), " ".join, seconds=60)
+        own = f"{self._num_exchanges}@{self._islands.part}"  # stages of a pipeline may have other fragments
+        numbers = coordinator.exchange(f"diloco/{coordinator.number}", own, " ".join, seconds=60)
         if not isinstance(numbers, str):
             raise CollectiveError(f"DiLoCo: {numbers.text or 'a rank'} left or hung at the end of the block.")
-        if len({*numbers.split()}) > 1:
+        found = [number.split("@") for number in numbers.split()]
+        if len({*numbers.split()}) > len({place for _, place in found}):
+            counts = " ".join(count for count, _ in found)
             raise CollectiveError(
-                f"DiLoCo: ranks have made different numbers of exchanges ({numbers}, in the order of ranks). Call "
+                f"DiLoCo: ranks have made different numbers of exchanges ({counts}, in the order of ranks). Call "
                 "`diloco.step()` equally often on all islands: end the loop at the same update on all ranks."
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -346,7 +347,8 @@ def checkpoint_state_of(
     plugin, access = state.strategy.options.plugins.fsdp, state.access
     inner = [] if model_only else list(map(inner_optimizer, optimizers))
     if sharded if plugin is None else plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        return StrategyState(write=shards_of(access, models, inner))
+        shards = shards_of(access, models, inner, replicas_differ=not state.strategy.averages_replicas)
+        return StrategyState(write=shards)
     keeps = state.strategy.world.is_local_main  # the writer of each node, where every node writes
     return StrategyState(
         [access.full_model_state(model, keeps) for model in models],
@@ -355,30 +357,24 @@ def checkpoint_state_of(
 
 
 def shards_of(
-    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    access: StateAccess,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    replicas_differ: bool = False,
 ) -> Callable[[StagingDirectory], list[CheckpointItem]]:
     """Return a function that takes a staging directory and returns the checkpoint items of this rank's shards."""
 
     def parts(staging: StagingDirectory) -> list[CheckpointItem]:
-        weights = [
-            ShardsItem(
-                weights_folder(staging.folder, index),
-                {"model": own_shards(access.model_shards(model))},
-                staging.ranks,
-                staging,
-            )
-            for index, model in enumerate(models)
-        ]
+        item = partial(ShardsItem, ranks=staging.ranks, staging=staging, replicas_differ=replicas_differ)
         return [
-            *weights,
             *(
-                ShardsItem(
-                    optimizer_folder(staging.folder, index),
-                    {"optimizer": access.optimizer_shards(optimizer, models)},
-                    staging.ranks,
-                    staging,
-                )
-                for index, optimizer in enumerate(optimizers)
+                item(weights_folder(staging.folder, index), {"model": own_shards(access.model_shards(model))})
+                for index, model in enumerate(models)
+            ),
+            *(
+                item(optimizer_folder(staging.folder, index), {"optimizer": access.optimizer_shards(one, models)})
+                for index, one in enumerate(optimizers)
             ),
         ]
 
