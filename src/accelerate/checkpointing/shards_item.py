@@ -151,23 +151,22 @@ def without_replicas(plan: SavePlan, state: Mapping[str, Any], *, only_first: bo
     """Return ``plan`` without the pieces of DTensors that another replica proposes, chosen by name or the first."""
 
     def is_own(name: str) -> bool:
-        return _is_own(zlib.crc32(name.encode()) * (not only_first), state.get(name))
+        own, count = _replica_of(state.get(name))
+        return own == (0 if only_first else zlib.crc32(name.encode()) % count)
 
     return replace(plan, items=[item for item in plan.items if is_own(item.index.fqn)])
 
 
-def _is_own(choice: int, value: Any) -> bool:
-    """Return whether this rank is in the replica that proposes its piece of ``value``: ``choice`` modulo replicas."""
+def _replica_of(value: Any) -> tuple[int, int]:
+    """Return the number of this rank's replica of ``value``, and how many there are: (0, 1) if it isn't a DTensor."""
     placements: Sequence[Any] = getattr(value, "placements", ())
     if not placements:
-        return True  # not a DTensor
-    own, count = 0, 1
-    for size, at, placement in zip(
-        value.device_mesh.shape, value.device_mesh.get_coordinate(), placements, strict=True
-    ):
+        return 0, 1
+    mesh, own, count = value.device_mesh, 0, 1
+    for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
         if placement.is_replicate():
             own, count = own * size + at, count * size
-    return choice % count == own
+    return own, count
 
 
 def whole_values(plan: SavePlan) -> int:

@@ -58,7 +58,7 @@ def shard_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchange_among(optimizer: torch.optim.Optimizer, ranks: Collection[int] | None) -> None:
-    """Let only ``ranks`` own the matrices of ``optimizer`` that they hold; None for all that hold them.
+    """Let only ``ranks`` own matrices of ``optimizer``; None for all ranks with shards of them.
 
     Whole state that :func:`shard_state` hasn't sharded before is lost.
     """
