@@ -14,8 +14,8 @@ import pytest
 
 from tests.engines.conftest import Launch, needs
 
-NAMES = ("acc-a", "acc-b", "acc-c")
-ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+NAMES = ("acc-a", "acc-b", "acc-c", "acc-d")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4")
 SWITCH = "acc-switch"
 
 

@@ -18,11 +18,10 @@ from tests.engines.network import ADDRESSES, cut, kill_all, mend, network, pull
 from tests.multi.test_lost_replica import SCRIPT, _check, _lines
 from tests.slow import slow_for
 
-RANKS_PER_HOST = 2
-#: The ranks of a host shard one replica.
+#: Two ranks shard a replica.
 SHARDED = (
     *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
-    *("--parallelism_config_dp_replicate_size", "3", "--parallelism_config_dp_shard_size", "2"),
+    *("--parallelism_config_dp_shard_size", "2", "--parallelism_config_dp_replicate_size"),
 )
 #: Ten times of what they take on two idle cores.
 JOIN_SECONDS, GO_ON_SECONDS = 200.0, 30.0
@@ -30,28 +29,30 @@ JOIN_SECONDS, GO_ON_SECONDS = 200.0, 30.0
 
 @dataclass
 class Run:
-    """A run on several hosts with two ranks each, of which machine 0 keeps the members."""
+    """A run on several hosts with some ranks each, of which machine 0 keeps the members."""
 
     folder: Path
     hosts: tuple[Launch, ...]
     options: tuple[str, ...] = ()
+    per_host: int = 2
     launchers: dict[int, Running] = field(default_factory=dict)
     outputs: dict[int, list[Running]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.folder / "train.py").write_text(SCRIPT)
-        self.num_ranks = RANKS_PER_HOST * len(self.hosts)
+        self.num_ranks = self.per_host * len(self.hosts)
         for host in range(len(self.hosts)):
             self.start(host)
         self.all_train()
 
     def ranks_of(self, host: int) -> list[int]:
-        return [*range(RANKS_PER_HOST * host, RANKS_PER_HOST * (host + 1))]
+        return [*range(self.per_host * host, self.per_host * (host + 1))]
 
-    def lost_with(self, rank: int) -> list[int]:
-        """The ranks that are lost with ``rank``."""
-        return self.ranks_of(rank // RANKS_PER_HOST) if "--use_fsdp" in self.options else [rank]
+    def lost_with(self, *ranks: int) -> list[int]:
+        """The ranks that are lost with ``ranks``."""
+        size = 2 if "--use_fsdp" in self.options else 1
+        return [rank for rank in range(self.num_ranks) if rank // size in {one // size for one in ranks}]
 
     def start(self, host: int) -> None:
         """Start the launcher of a host, as an engine does."""
@@ -96,7 +97,7 @@ class Run:
     def lose_host(self, host: int, what: str) -> tuple[int, str]:
         """Wait until the others go on without a host; return how its launcher ended."""
         lost = self.launchers.pop(host)
-        self.others_train(self.ranks_of(host), what)
+        self.others_train(self.lost_with(*self.ranks_of(host)), what)
         os.kill(lost.process.pid, signal.SIGCONT)
         return lost.ended(GO_ON_SECONDS)
 
@@ -152,6 +153,36 @@ def test_the_others_go_on_whatever_is_lost(run: Run) -> None:
     run.finish()
 
 
+@pytest.mark.timeout(1000)
+def test_a_replica_of_two_machines_is_lost_and_starts_again_as_one(tmp_path: Path) -> None:
+    with network(4, tmp_path) as hosts:
+        run = Run(tmp_path, hosts, ("--lost_after_seconds", "5", *SHARDED, "2"), per_host=1)
+        run.kill(3)  # its neighbour is on another machine
+        run.others_train([2, 3], "rank killed")
+        run.all_train()
+        run.launchers[1].process.kill()  # machine 0 has the other half, and goes on keeping the members
+        run.lose_host(1, "launcher killed")
+        run.start(1)
+        run.all_train()
+        pull(3)
+        assert run.lose_host(3, "cable pulled")[0] == 75
+        mend(3)
+        run.start(3)
+        run.all_train()
+        run.finish()
+
+
+@pytest.mark.timeout(400)
+def test_a_process_that_nobody_waits_for_is_ended(tmp_path: Path) -> None:
+    with network(2, tmp_path) as hosts:
+        run = Run(tmp_path, hosts, per_host=1)
+        (tmp_path / "enough").touch()
+        run.kill(0)  # its successor imports torch while rank 1, on the other machine, comes to the end
+        assert run.launchers[1].ended()[0] == 0, run.said()
+        code, output = run.launchers[0].ended()
+        assert code == 1 and "came to its end without rank 0" in output, output
+
+
 @pytest.mark.timeout(300)
 def test_without_machine_0_nobody_goes_on(run: Run) -> None:
     run.launchers[0].process.kill()
@@ -162,11 +193,17 @@ def test_without_machine_0_nobody_goes_on(run: Run) -> None:
 
 @pytest.mark.timeout(3600)
 @slow_for("random losses take half an hour", "kills")
-@pytest.mark.parametrize(("num_hosts", "num_losses", "options"), [(2, 30, ()), (3, 30, SHARDED)], ids=["2", "3"])
-def test_random_losses(tmp_path: Path, num_hosts: int, num_losses: int, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_hosts", "per_host", "num_losses", "options"),
+    [(2, 2, 30, ()), (3, 2, 30, (*SHARDED, "3")), (4, 1, 30, (*SHARDED, "2"))],
+    ids=["2", "3", "replicas over 2 of 4"],
+)
+def test_random_losses(
+    tmp_path: Path, num_hosts: int, per_host: int, num_losses: int, options: tuple[str, ...]
+) -> None:
     draw = random.Random(5)
     with network(num_hosts, tmp_path) as hosts:
-        run = Run(tmp_path, hosts, ("--lost_after_seconds", "5", *options))
+        run = Run(tmp_path, hosts, ("--lost_after_seconds", "5", *options), per_host)
         for _ in range(int(os.environ.get("NUM_LOSSES", num_losses))):
             time.sleep(draw.random() * 3)
             what = draw.choice([*HOST_LOSSES, *RANK_LOSSES])

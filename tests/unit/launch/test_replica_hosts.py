@@ -28,9 +28,10 @@ from accelerate.ports import get_free_port
 class Machines:
     """Launchers of machines with two ranks each; machine 0 keeps the members."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, replica_size: int = 1) -> None:
         self.hosts = Hosts(number, 0, 2, "127.0.0.1", get_free_port(), "token")
-        self.holder = ReplicaMembers(2 * number, 9, hosts=self.hosts)
+        self.replica_size = replica_size
+        self.holder = ReplicaMembers(2 * number, 9, replica_size=replica_size, hosts=self.hosts)
         self.launchers: dict[int, LauncherMembers] = {}
         self.selectors: dict[int, selectors.BaseSelector] = {}
         self.opened: dict[int, socket.socket] = {}
@@ -51,7 +52,8 @@ class Machines:
         answering = threading.Thread(target=greet)
         answering.start()
         try:
-            launcher = RemoteMembers(replace(self.hosts, machine=machine, **changes), 2 * self.hosts.number, 9)
+            hosts = replace(self.hosts, machine=machine, **changes)
+            launcher = RemoteMembers(hosts, 2 * self.hosts.number, 9, replica_size=self.replica_size)
         finally:
             done.set()
             answering.join()
@@ -68,12 +70,15 @@ class Machines:
                     is_quiet = 0
                     key.data()
 
-    def connect(self, rank: int, pid: int = 0) -> None:
+    def connect(self, rank: int, pid: int = 0, start: int = 0) -> None:
+        if rank in self.opened:
+            self.opened[rank].close()
+            self.run()
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.settimeout(30)
         opened.connect(str(self.launchers[rank // 2].folder / "members"))
         self.opened[rank] = opened
-        self.send(rank, {"rank": rank, "pid": pid})
+        self.send(rank, {"rank": rank, "pid": pid, "start": start})
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
         self.opened[rank].sendall(json.dumps(message).encode() + b"\n")
@@ -84,6 +89,15 @@ class Machines:
         name = f"gradients_{rank}_0_5"
         (self.launchers[rank // 2].folder / name).write_bytes(content)
         self.send(rank, {"operation": operation, "value": value, "file": name if content else None})
+
+    def lose(self, rank: int) -> None:
+        """The process of a rank ends, and another takes its place."""
+        launcher = self.launchers[rank // 2]
+        launcher.lost(rank)
+        variables = launcher.replace(rank)
+        self.run()
+        assert variables is not None
+        self.connect(rank, start=int(variables["ACCELERATE_REPLICA_START"]))
 
     def answer(self, rank: int) -> dict[str, Any] | None:
         self.opened[rank].setblocking(False)
@@ -116,7 +130,7 @@ class Machines:
 
 @pytest.fixture
 def machines(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    made = Machines(getattr(request, "param", 2))
+    made = Machines(*getattr(request, "param", (2,)))
     for machine in range(1, made.hosts.number):
         assert not made.start(machine).joins
     for rank in range(2 * made.hosts.number):
@@ -125,7 +139,7 @@ def machines(request: pytest.FixtureRequest) -> Iterator[Machines]:
     made.close()
 
 
-@pytest.mark.parametrize("machines", [3], indirect=True)
+@pytest.mark.parametrize("machines", [(3,)], indirect=True)
 def test_what_a_rank_gives_is_on_all_hosts_before_the_answer(machines: Machines) -> None:
     content = {rank: os.urandom(3_000_000 + rank) for rank in range(6)}
     for rank in range(5):
@@ -138,7 +152,7 @@ def test_what_a_rank_gives_is_on_all_hosts_before_the_answer(machines: Machines)
         assert all(machines.has(machine, rank) == content[rank] for machine in range(3))
 
 
-@pytest.mark.parametrize("machines", [3], indirect=True)
+@pytest.mark.parametrize("machines", [(3,)], indirect=True)
 def test_a_lost_host_counts_with_what_reached_machine_0(machines: Machines, capfd: pytest.CaptureFixture[str]) -> None:
     machines.give(2, b"whole", value=2)  # its other rank gives nothing
     machines.cut(1)
@@ -346,3 +360,74 @@ def test_a_rank_that_does_not_answer_is_killed(safe: dict[int, str], late: dict[
         selector.close()
         for one in opened:
             one.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    made = {rank: subprocess.Popen(["sleep", "600"]) for rank in range(8)}
+    yield made
+    for process in made.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("machines", [(4, 4)], indirect=True)
+def test_a_replica_of_two_machines_is_lost_and_joins_as_one(
+    machines: Machines, processes: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    for rank in range(8):
+        machines.connect(rank, processes[rank].pid)
+    machines.lose(5)  # on machine 2; those of machine 3 belong to its replica
+    assert [processes[rank].wait(30) for rank in (4, 6, 7)] == [-signal.SIGKILL] * 3
+    assert machines.holder.members == {0, 1, 2, 3} and all(processes[rank].poll() is None for rank in range(4))
+    late: Any = machines.launchers[3]
+    late._link.send({"rank": 7, "start": 0, "message": {"operation": "join", "value": None}})  # it was on its way
+    late._link.send({"rank": 7, "start": 0, "failed": True})
+    for rank in (4, 6, 7):
+        machines.lose(rank)
+    for rank in (6, 5, 7, 4):
+        assert machines.answer(5) is None
+        machines.send(rank, {"operation": "meet", "value": "tcp://here" if rank == 4 else None})
+    for rank in range(4, 8):
+        met = machines.answer(rank)
+        assert met is not None and met["values"]["4"] == "tcp://here"
+        assert machines.holder._joining() == []
+        machines.send(rank, {"operation": "join", "value": None})
+    assert machines.holder._joining() == [4, 5, 6, 7]
+    assert [launcher.num_replaced for launcher in machines.launchers.values()] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("machines", [(4, 4)], indirect=True)
+def test_a_machine_that_comes_back_knows_how_often_its_replicas_were_lost(
+    machines: Machines, processes: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    for rank in (4, 5):  # machine 3 is lost while these load
+        machines.connect(rank, processes[rank].pid)
+    machines.cut(3)
+    assert [processes[rank].wait(30) for rank in (4, 5)] == [-signal.SIGKILL] * 2
+    for rank in (4, 5):
+        machines.lose(rank)
+    launcher = machines.start(3)
+    assert launcher.joins
+    for rank in (6, 7):
+        assert launcher.variables_of(rank) == {"ACCELERATE_REPLICA_START": "1"}
+        machines.connect(rank, start=1)
+    for rank in range(4, 8):
+        machines.send(rank, {"operation": "join", "value": None})
+    assert machines.holder._joining() == [4, 5, 6, 7]
+
+
+def test_a_process_that_nobody_is_left_to_join_is_ended(
+    machines: Machines, processes: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    for rank in (0, 1):
+        machines.holder.lost(rank)
+        assert machines.holder.replace(rank)
+    machines.connect(0, processes[0].pid, start=1)
+    for rank in (2, 3):
+        machines.launchers[1].lost(rank, has_failed=False)
+    machines.run()
+    assert processes[0].wait(30) == -signal.SIGKILL and machines.holder.given_up == {0}
+    machines.connect(1, processes[1].pid, start=1)  # it has only just imported torch
+    machines.send(1, {"operation": "join", "value": None})
+    assert processes[1].wait(30) == -signal.SIGKILL and machines.holder.given_up == {0, 1}

@@ -140,8 +140,9 @@ def test_a_second_process_is_no_rank(launcher: Launcher) -> None:
 
 
 def test_no_more_processes_than_asked_for_take_the_places_of_lost_ranks(launcher: Launcher) -> None:
-    assert launcher.members.replace(0)
-    assert not launcher.members.replace(1)
+    for rank, may_be_replaced in ((0, True), (1, False)):
+        launcher.members.lost(rank)
+        assert bool(launcher.members.replace(rank)) is may_be_replaced
 
 
 def test_too_few_members_hear_that_they_end_and_nobody_joins_them(launcher: Launcher) -> None:
@@ -166,6 +167,7 @@ def test_a_notice_to_one_rank_is_one_to_all(launcher: Launcher) -> None:
     for rank in range(3):
         launcher.send(ranks[rank], operation="update", value=rank, notice="SIGTERM" if rank == 1 else None)
     assert [answer(one)["ending"] for one in ranks] == ["preempted by SIGTERM"] * 3
+    launcher.members.lost(0)
     assert launcher.members.is_preempted and not launcher.members.replace(0)
 
 
@@ -179,7 +181,8 @@ def test_ranks_that_end_well_are_not_missed(launcher: Launcher) -> None:
 def test_an_update_after_the_end_of_the_others_is_refused(launcher: Launcher) -> None:
     launcher.connect(0)
     launcher.members.lost(1)
-    new = launcher.connect(1)
+    assert launcher.members.replace(1)
+    new = launcher.connect(1, start=1)
     launcher.members.members.add(1)
     launcher.connect(2)
     launcher.members.lost(2, has_failed=False)
@@ -191,7 +194,8 @@ def test_an_update_after_the_end_of_the_others_is_refused(launcher: Launcher) ->
 def test_a_new_process_that_ends_early_ends_no_other(launcher: Launcher) -> None:
     ranks = [launcher.connect(rank) for rank in range(3)]
     launcher.members.lost(1)
-    launcher.connect(1)
+    assert launcher.members.replace(1)
+    launcher.connect(1, start=1)
     launcher.members.members.add(1)
     launcher.members.lost(1, has_failed=False)
     for rank in (0, 2):
@@ -285,8 +289,9 @@ def test_a_replica_that_gave_all_before_it_was_lost_counts(pairs: Launcher) -> N
 def test_a_replica_joins_when_all_of_its_ranks_wait(pairs: Launcher) -> None:
     ranks = [pairs.connect(rank) for rank in range(4)]
     pairs.members.lost(3)
-    variables = [pairs.members.replace(3), pairs.members.replace(2), pairs.members.replace(2)]
-    assert variables[0] == variables[1] and variables[2] is None  # two processes are one replacement
+    pairs.members.lost(2)  # killed, because rank 3 is lost
+    assert pairs.members.replace(3) == pairs.members.replace(2)
+    assert pairs.members.num_replaced == 1  # two processes are one replacement
     new = {rank: pairs.connect(rank, start=1) for rank in (3, 2)}
     pairs.send(new[3], operation="join", value=None)
     for rank in (0, 1):

@@ -130,7 +130,7 @@ def test_a_traceback_of_a_rank_in_a_replica_names_no_rank(tmp_path: Path) -> Non
     def go() -> bool:
         before, rank = sys.excepthook, int(os.environ["RANK"])
         identity = ProcessIdentity(2 + rank, 4, rank, 2, "localhost", 0, "test")
-        world = form_replica(identity, 2, tmp_path / "group", torch.device("cpu"), kind_of("cpu"))
+        world = form_replica(identity, 2, f"file://{tmp_path / 'group'}", torch.device("cpu"), kind_of("cpu"))
         return (world.rank, world.size) == (rank, 2) and sys.excepthook is before
 
     assert all(run_on_ranks(go, 2))

@@ -93,6 +93,11 @@ class RankConnections:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._known[rank].pid, signal.SIGKILL)
 
+    @property
+    def connected(self) -> list[int]:
+        """The ranks whose processes are connected."""
+        return [*self._known]
+
     def kill_all(self) -> None:
         """Kill all connected processes."""
         for rank in self._known:

@@ -154,7 +154,7 @@ def _replica_size(settings: Settings, size: int, num_here: int) -> int:
     """Return the number of ranks that hold a copy of the model together.
 
     Raises:
-        SettingError: they share it out in another way than by FSDP 2 or a pipeline, or over several machines.
+        SettingError: they share it out in another way than by FSDP 2 or a pipeline, or a part of a machine is left.
     """
     axes, fsdp = settings.parallelism, settings.fsdp
     has_stages = axes is not None and axes.pp_size > 1
@@ -172,11 +172,11 @@ def _replica_size(settings: Settings, size: int, num_here: int) -> int:
             f"{asked} combines it with FSDP, tensor and context parallelism, but {settings.quote(name)}. Leave that "
             "out."
         )
-    if (shards < 2 and not has_stages) or ranks == size or num_here % ranks:
+    if (shards < 2 and not has_stages) or ranks == size or (num_here % ranks and ranks % num_here):
         raise SettingError(
-            f"{asked} keeps replicas of several ranks of one machine, so the {num_here} ranks of this one have to be a "
-            f"multiple of the {ranks} ranks of a replica, and there have to be two replicas. Got "
-            f"dp_shard_size={shards} and {size} ranks. Give --use_parallelism_config, "
+            f"{asked} keeps two or more replicas of several ranks each. A replica lies on one machine or on several "
+            f"whole ones, but it has {ranks} ranks and each machine has {num_here} of the {size} ranks. Got "
+            f"dp_shard_size={shards}. Give --use_parallelism_config, "
             "--parallelism_config_dp_shard_size (shards of a replica) and --parallelism_config_dp_replicate_size "
             "(replicas)."
         )
@@ -217,13 +217,16 @@ class _Losses(LossPolicy):
         """Return the environment variables of a rank."""
         around = (REPLICA_JOINS_VARIABLE,)  # set by an outer launch
         joins = {REPLICA_JOINS_VARIABLE: "1"} if self._members.joins else {}
-        return {name: value for name, value in plan.items() if name not in around} | self._members.environment | joins
+        own = self._members.environment | self._members.variables_of(int(plan["RANK"])) | joins
+        return {name: value for name, value in plan.items() if name not in around} | own
 
     def ended(self, rank: int, code: int, plan: Mapping[str, str], *, has_saved: bool, may_go_on: bool) -> Loss:
         """Tell the other members that ``rank`` has ended, and return whether they continue."""
         members = self._members
         if isinstance(members, RemoteMembers) and members.is_cut_off:
             return Loss(True, "its launcher ended it.")
+        if rank in members.given_up:
+            return Loss(True, "all others have come to the end of the script, so there is nobody to join.")
         was_member = rank in members.members
         members.lost(rank, has_failed=code != 0)
         given_up: set[int] = set()

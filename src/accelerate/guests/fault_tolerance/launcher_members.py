@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -46,6 +46,8 @@ _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
 #: What a rank sends before it saves for all, which takes as long as it takes.
 BUSY: Final = "busy"
+#: What the ranks of a replica send before they form its process group.
+MEET: Final = "meet"
 #: Operations at the start, before which ranks may load for as long as that takes.
 _WITHOUT_LIMIT: Final = ("members", "prepare")
 _ALIKE: Final = (
@@ -90,16 +92,19 @@ class LauncherMembers(ABC):
     Attributes:
         members: the living ranks, as far as this launcher knows. ending: why all members have to save and end; empty
             while they continue. is_preempted: whether a member got a notice of preemption. joins: whether this host's
-            first processes join a run that has begun already.
+            first processes join a run that has begun already. given_up: this host's ranks that were ended because no
+            member is left that they could join.
     """
 
     joins: bool = False
+    given_up: Collection[int] = ()
 
     def __init__(self, size: int, num_replacements: int, minimum: int = 1, replica_size: int = 1) -> None:
         self.size: int = size
         self.replica_size: int = replica_size
-        self._starts: dict[int, int] = {}  # of each replica and, by rank, of its newest process
-        self._started: dict[int, int] = {}
+        self._starts: dict[int, int] = {}  # how often each replica was lost; the same on all hosts
+        self._started: dict[int, int] = {}  # the same when the newest process of a rank was started
+        self._replaced: dict[int, int] = {}  # the same when a replacement of the replica was last counted
         self.num_replacements: int = num_replacements
         self.num_replaced: int = 0
         self.minimum: int = minimum
@@ -135,14 +140,20 @@ class LauncherMembers(ABC):
 
     def replace(self, rank: int) -> dict[str, str] | None:
         """Return the variables of a new process for a lost rank, and count its replica's replacement; or None."""
-        replica = rank // self.replica_size
-        if self._started.get(rank, 0) == self._starts.get(replica, 0):  # the first of its replica that is replaced
-            if not self.members or self.ending or self.num_replaced >= self.num_replacements:
+        replica, start = rank // self.replica_size, self._start_of(rank)
+        if not self.members or self.ending:
+            return None
+        if self._replaced.get(replica, 0) < start:  # the first of its replica that is replaced
+            if self.num_replaced >= self.num_replacements:
                 return None
             self.num_replaced += 1
-            self._starts[replica] = self._starts.get(replica, 0) + 1
-        self._started[rank] = self._starts[replica]
-        return {REPLICA_JOINS_VARIABLE: "1", REPLICA_START_VARIABLE: str(self._started[rank])}
+            self._replaced[replica] = start
+        self._started[rank] = start
+        return {REPLICA_JOINS_VARIABLE: "1", **self.variables_of(rank)}
+
+    def variables_of(self, rank: int) -> dict[str, str]:
+        """Return the environment variables of the newest process of ``rank`` alone."""
+        return {REPLICA_START_VARIABLE: str(self._started.get(rank, 0))}
 
     def replica_of(self, rank: int) -> range:
         """Return the ranks of the replica to which ``rank`` belongs."""
@@ -151,12 +162,17 @@ class LauncherMembers(ABC):
 
     def _is_current(self, rank: int, start: int) -> bool:
         """Return whether a process of ``rank`` that connects belongs to the newest start of its replica."""
-        return start >= self._starts.get(rank // self.replica_size, 0)
+        return start >= self._start_of(rank)
 
-    def _end_replica(self, rank: int) -> None:
-        """Kill the other ranks of this host that hold a copy of the model together with the lost ``rank``."""
-        for other in self.replica_of(rank):
-            if other != rank:
+    def _start_of(self, rank: int) -> int:
+        """Return how often the replica of ``rank`` was lost."""
+        return self._starts.get(rank // self.replica_size, 0)
+
+    def _end_replica(self, rank: int, start: int) -> None:
+        """Kill this host's ranks of the replica of ``rank``, which was lost for the ``start``-th time."""
+        if start > self._start_of(rank):
+            self._starts[rank // self.replica_size] = start
+            for other in self.replica_of(rank):
                 self._ranks.kill(other)
                 self._ranks.forget(other)
 
@@ -208,9 +224,10 @@ class ReplicaMembers(LauncherMembers):
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._arrived_at = 0.0
         self._busy: set[int] = set()
+        self._meeting: dict[int, Any] = {}  # what ranks gave that form the process group of their replica
         self._waiting: dict[int, Any] = {}  # rank -> the number of the loader in whose loop it joins; None: any
         self._starters = set(range(size))  # ranks whose process was started at the beginning
-        self._ended: set[int] = set()  # the ones of these that have finished
+        self._finished: set[int] = set()  # ranks whose newest process has ended with code 0
         self._lost_after_seconds = lost_after_seconds
         self._hosts = hosts
         self._links: dict[HostLink, int] = {}  # to machines; -1: it hasn't said which
@@ -244,6 +261,15 @@ class ReplicaMembers(LauncherMembers):
             for other in self._greeted():
                 if other is not link:
                     other.send({}, file)
+        if not self.members and link is None:
+            self._give_up()
+            return
+        if message["operation"] == MEET:
+            self._meeting[rank] = message["value"]
+            if self._meeting.keys() >= {*self.replica_of(rank)}:
+                values = {other: self._meeting.pop(other) for other in self.replica_of(rank)}
+                self._answer({*values}, self._reply(values))
+            return
         if message["operation"] == "join":
             if not self.ending:
                 self._waiting[rank] = message["value"]
@@ -267,23 +293,38 @@ class ReplicaMembers(LauncherMembers):
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
-        if has_failed:
-            self._starters.discard(rank)
-        elif rank in self._starters:
-            self._ended.add(rank)
+        self._ranks.forget(rank)
+        self._remove_old_states(rank)
+        self._lose(rank, self._started.get(rank, 0), has_failed=has_failed)
+
+    def _lose(self, rank: int, start: int, *, has_failed: bool = True) -> None:
+        """Note the end of a process of ``rank`` that was started when its replica had been lost ``start`` times."""
+        if start < self._start_of(rank):
+            return  # it was killed because its replica is lost
         gone = self.replica_of(rank) if has_failed else (rank,)
+        was_member = not self.members.isdisjoint(gone)
         self.members.difference_update(gone)
         self._forget_waiting(gone)
         self._busy.difference_update(gone)
         if has_failed:
-            self._end_replica(rank)
-        if has_failed and len(self.members) < self.minimum * self.replica_size:
+            self._starters.difference_update(gone)
+            self._finished.difference_update(gone)
+            self._end_replica(rank, start + 1)
+            for link in self._greeted():
+                link.send({"lost": rank, "start": start + 1})
+        else:
+            self._finished.add(rank)
+        if has_failed and was_member and len(self.members) < self.minimum * self.replica_size:
             living = f"{'only ' if self.members else ''}{some_ranks(self.members)} of {self.size}"
             lives = by_number(self.members, "lives", "live")
             self._end(f"{living} {lives}, fewer than --min_replicas {self.minimum}")
-        self._ranks.forget(rank)
-        self._remove_old_states(rank)
+        if not self.members:
+            self._give_up()
         self._complete()
+
+    def _give_up(self) -> None:
+        self.given_up = {*self.given_up, *self._ranks.connected}
+        self._ranks.kill_all()
 
     def _end(self, why: str) -> None:
         self.ending = self.ending or why
@@ -301,8 +342,8 @@ class ReplicaMembers(LauncherMembers):
                 self.members, {"error": f"The ranks wait for each other in different operations: {named}. {_ALIKE}"}
             )
             return
-        if operations == {"update"} and self._ended:
-            ended = f"{some_ranks(self._ended)} came to the end"
+        if operations == {"update"} and (finished := self._finished & self._starters):
+            ended = f"{some_ranks(finished)} came to the end"
             others = f"{some_ranks(arrived)} {by_number(arrived, 'makes', 'make')} one more {_UNEVEN}"
             self._answer(self.members, {"error": f"{ended}, and {others}"})
             return
@@ -327,6 +368,7 @@ class ReplicaMembers(LauncherMembers):
     def _forget_waiting(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             self._waiting.pop(rank, None)
+            self._meeting.pop(rank, None)
 
     def _joining(self) -> list[int]:
         """Return the waiting ranks of replicas of which all ranks wait."""
@@ -397,7 +439,8 @@ class ReplicaMembers(LauncherMembers):
         joins = machine in self._known_machines
         # The end of the launcher before it isn't known yet, or the run ends, and may be started again.
         again = machine in self._links.values() or (joins and bool(self.ending or not self.members))
-        link.send({"error": error, "again": again, "joins": joins, "members": sorted(self.members)})
+        here = {"members": sorted(self.members), "starts": [*self._starts.items()]}
+        link.send({"error": error, "again": again, "joins": joins, **here})
         if error or again:
             return
         self._links[link], link.takes_files = machine, True
@@ -412,23 +455,25 @@ class ReplicaMembers(LauncherMembers):
             if message:
                 self._greet(link, message)
         elif message.get("rank") in self._ranks_of(machine):
-            rank = message["rank"]
+            rank, start = message["rank"], message["start"]
+            if start < self._start_of(rank):
+                return  # its replica was lost before this arrived
             if "message" in message:
                 self._receive(rank, message["message"], link)
                 self._remove_old_states(rank)
             elif "failed" in message:
-                self.lost(rank, has_failed=message["failed"])
+                self._lose(rank, start, has_failed=message["failed"])
+                self._remove_old_states(rank)
             else:
                 self._leave(rank)
 
     def _lose_host(self, link: HostLink, why: str) -> None:
         machine = self._links.pop(link)
         link.close()
-        lost = (
-            sorted((self.members | self._waiting.keys()).intersection(self._ranks_of(machine))) if machine >= 0 else []
-        )
-        for rank in lost:
-            self.lost(rank)
+        there = self._ranks_of(machine) if machine >= 0 else range(0)
+        lost = sorted((self.members | self._waiting.keys()).intersection(there))
+        for first in sorted({self.replica_of(rank)[0] for rank in there if rank not in self._finished}):
+            self._lose(first, self._start_of(first))
         if lost:
             outlook = f"The run continues with {some_ranks(self.members)}." if self.members else "No rank is left."
             say(f"machine {machine} was lost with {some_ranks(lost)} ({why}). {self.ending or outlook}")

@@ -21,12 +21,14 @@ import torch
 
 from ...distributed.world import current_world
 from ...errors import CheckpointError, CollectiveError, WorldError
+from ...ports import claim_port, get_free_port
 from ...seams import Members, NoticeSource
 from ...settings.env import read
 from ...settings.preemption import PREEMPTED_EXIT_CODE
 from .connections import REPLICAS_SOCKET_NAME
 from .launcher_members import (
     BUSY,
+    MEET,
     REPLICA_JOINS_VARIABLE,
     REPLICA_SIZE_VARIABLE,
     REPLICA_START_VARIABLE,
@@ -295,13 +297,21 @@ class Membership(Members):
             raise CollectiveError(_LAUNCHER_ENDED) from error
 
     def _receive(self) -> Answer:
-        line = self._answers.readline()
-        if not line:
-            raise CollectiveError(_LAUNCHER_ENDED)
-        answer = Answer.of(line)
+        answer = self._read_answer()
         self.members, self.joining, self.ending = answer.members, answer.joining, answer.ending
         self.awaited = answer.awaited
         return answer
+
+    def _read_answer(self) -> Answer:
+        line = self._answers.readline()
+        if not line:
+            raise CollectiveError(_LAUNCHER_ENDED)
+        return Answer.of(line)
+
+    def meet(self, address: str | None) -> str:
+        """Return the address that the first rank of this replica gives, once all of its ranks call this."""
+        self._send({"operation": MEET, "value": address})
+        return self._read_answer().values[self.rank - self.rank % self.replica_size]
 
     def made_by_lowest(self, operation: str, make: Callable[[], Made], *, is_file: bool = False) -> tuple[Made, bool]:
         """Call ``make()`` on the lowest replica only; return its value, and whether this rank belongs to it.
@@ -430,9 +440,8 @@ def join(identity: ProcessIdentity, device: torch.device, kind: DeviceKind) -> M
     The ranks that hold a copy of the model together form a process group.
     """
     size, start = (int(read(name) or default) for name, default in _OF_REPLICA.items())
-    folder = Path(read(REPLICAS_FOLDER_VARIABLE) or "")
     members = Membership(
-        folder,
+        Path(read(REPLICAS_FOLDER_VARIABLE) or ""),
         identity.rank,
         joins=bool(read(REPLICA_JOINS_VARIABLE)),
         minimum=int(read(REPLICAS_MINIMUM_VARIABLE) or 1),
@@ -441,10 +450,23 @@ def join(identity: ProcessIdentity, device: torch.device, kind: DeviceKind) -> M
         start=start,
     )
     if size > 1:
-        members.replica = form_replica(
-            identity, size, folder / f"replica_{identity.rank // size}_{start}", device, kind
-        )
+        address = members.meet(_own_address(identity.address) if identity.rank % size == 0 else None)
+        members.replica = form_replica(identity, size, address, device, kind)
     return members
+
+
+def _own_address(address_of_machine_0: str) -> str:
+    """Return a URL with a free port of this machine, at which the other machines reach it."""
+    host = address_of_machine_0
+    if read("GROUP_RANK") not in (None, "0"):
+        family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            host = str(probe.getsockname()[0])
+    port = get_free_port()
+    while not claim_port(port):  # by another replica of this machine, which may not listen yet
+        port = get_free_port()
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _buffer_name(rank: int, turn: int, like: torch.Tensor) -> str:

@@ -54,6 +54,8 @@ class RemoteMembers(LauncherMembers):
                     if not reply["error"] and not reply["again"]:
                         held.pop_all()
                         self.joins, self.members = bool(reply["joins"]), set(reply["members"])
+                        self._starts, self._replaced = dict(reply["starts"]), dict(reply["starts"])
+                        self._started = {rank: self._start_of(rank) for rank in hosts.ranks(hosts.machine)}
                         return opened
                 reason = reply["error"] or "it waits for the end of the run before"
             except (OSError, ValueError) as error:
@@ -80,17 +82,20 @@ class RemoteMembers(LauncherMembers):
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
         self.members.discard(rank)
-        if has_failed:
-            self._end_replica(rank)
         self._ranks.forget(rank)
         self._remove_old_states(rank)
-        self._link.send({"rank": rank, "failed": has_failed})
+        self._send(rank, failed=has_failed)
+        if has_failed:
+            self._end_replica(rank, self._started[rank] + 1)
 
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
-        self._link.send({"rank": rank, "message": message}, message.get("file", ""))
+        self._send(rank, message.get("file", ""), message=message)
 
     def _leave(self, rank: int) -> None:
-        self._link.send({"rank": rank})
+        self._send(rank)
+
+    def _send(self, rank: int, file: str = "", **what: object) -> None:
+        self._link.send({"rank": rank, "start": self._started[rank], **what}, file)
 
     def _tick(self) -> None:
         self._link.send({})
@@ -101,6 +106,8 @@ class RemoteMembers(LauncherMembers):
     def _receive_from_holder(self, message: dict[str, Any]) -> None:
         for rank in message.get("kill", ()):
             self._ranks.kill(rank)
+        if "lost" in message:
+            self._end_replica(message["lost"], message["start"])
         if str(message.get("file", "")).startswith("state_"):
             self._remove_old_states(int(message["file"].split("_")[1]))
         if "to" in message:

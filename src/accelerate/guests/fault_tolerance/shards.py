@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,17 +26,20 @@ if TYPE_CHECKING:
 _SHARD: Final = "accelerate.shard"
 
 
-def form_replica(identity: ProcessIdentity, size: int, path: Path, device: torch.device, kind: DeviceKind) -> World:
-    """Form the process group of the ``size`` ranks of this replica, which meet in a file; return their world."""
+def form_replica(identity: ProcessIdentity, size: int, meeting: str, device: torch.device, kind: DeviceKind) -> World:
+    """Form the process group of the ``size`` ranks of this replica, which meet at a URL; return their world."""
     rank = identity.rank % size
-    own = replace(identity, rank=rank, size=size, local_rank=rank, local_size=size)
+    here = identity.rank - identity.local_rank  # the first rank of this machine; replicas may begin before it
+    first = identity.rank - rank
+    local_size = min(first + size, here + identity.local_size) - max(first, here)
+    own = replace(identity, rank=rank, size=size, local_rank=identity.rank - max(first, here), local_size=local_size)
     backend = str(kind.backend or "gloo")
     before = sys.excepthook
-    store = form_group(own, backend, init_method=f"file://{path}", device_id=device if kind.binds_group else None)
+    store = form_group(own, backend, init_method=meeting, device_id=device if kind.binds_group else None)
     sys.excepthook = before  # torch's would name the rank inside of the replica
     coordinator = Coordinator(store, rank, size, DEFAULT_TIMEOUT)
     release_before_leaving(lambda: coordinator.leave(*dist.distributed_c10d._world.pg_map))
-    return World(rank, size, rank, size, device, kind, backend, coordinator=coordinator)
+    return World(rank, size, own.local_rank, local_size, device, kind, backend, coordinator=coordinator)
 
 
 def without_meshes(state: Any) -> Any:
