@@ -38,7 +38,7 @@ METHODS: Final[dict[str, dict[str, Any] | None]] = {
     "DiLoCo, 2 bits": {"compression": "2bit"},
 }
 MODULES: Final = ("argparse", "inspect", "typing", "turtle", "tarfile", "doctest", "pickletools", "_pydecimal")
-CONTEXT, BATCH, SEEDS = 64, 8, 5
+CONTEXT, SEEDS = 64, 5
 
 
 class Block(nn.Module):
@@ -129,7 +129,7 @@ def train(options: argparse.Namespace) -> None:
     before, began = sent(), time.perf_counter()
     with context as diloco:
         for _ in range(options.steps):
-            accelerator.backward(loss_of(model, windows(training, BATCH, stream, CONTEXT + 1)))
+            accelerator.backward(loss_of(model, windows(training, options.batch, stream, CONTEXT + 1)))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("loss", "link", "rank"))
     for name, default in (("islands", 2), ("steps", 4000), ("inner-steps", 50), ("fragments", 4), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("width", 160), ("depth", 4), ("probe-steps", 200)):
+    for name, default in (("width", 160), ("depth", 4), ("batch", 8), ("probe-steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--rate", default="100mbit")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from accelerate import Accelerator, DiLoCo, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate.errors import SettingError
+from accelerate.settings.checks import check
+from accelerate.settings.run import collect
+from accelerate.settings.tree import encode_settings
 from accelerate.utils import DDPCommunicationHookType
 from tests.ranks import run_on_ranks
 
@@ -108,3 +113,34 @@ def test_one_process_trains_as_without_it() -> None:
     with DiLoCo(accelerator, accelerator.prepare(model)) as diloco:
         diloco.step()
     assert (diloco.num_steps, diloco.bytes_sent) == (1, 0)
+
+
+def _islands(asked: list[int | None]) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[str] = []
+    for islands in asked:
+        try:
+            diloco = DiLoCo(accelerator, model, inner_steps=4, fragments=1, islands=islands)
+            found.append(f"{diloco._islands.count} of {diloco._islands.num_parts}")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_launcher_says_the_islands_unless_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_ISLANDS", "2")
+    assert run_on_ranks(_islands, 4, [None, 4]) == [["2 of 2", "4 of 1"]] * 4
+    monkeypatch.setenv("ACCELERATE_ISLANDS", "3")
+    for refused, _ in run_on_ranks(_islands, 4, [None, 4]):
+        assert refused.startswith("`ACCELERATE_ISLANDS=3`") and "4 processes can't be divided into 3" in refused
+
+
+def test_islands_are_a_flag_and_a_key(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("islands: 2\n")
+    for asked in (collect({}, {}, flags={"islands": 2}), collect({}, {}, file=tmp_path / "config.yaml")):
+        assert encode_settings(asked)["ACCELERATE_ISLANDS"] == "2"
+    assert "ACCELERATE_ISLANDS" not in encode_settings(collect({}, {}, flags={}))
+    with pytest.raises(SettingError, match=r"`--islands 2` .* each replica is an island"):
+        check(collect({}, {}, flags={"islands": 2, "keep_replicas": 1}))

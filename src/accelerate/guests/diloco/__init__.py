@@ -13,8 +13,42 @@ overlapping communication", 2025.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final, final
 
+from ...errors import SettingError
 from ...seams import Guest
+from ...settings.group import Group
+from ...settings.option import OptionGroup, option, option_group
 
-GUEST: Final = Guest()
+if TYPE_CHECKING:
+    from ...settings.tree import Settings
+
+GUEST: Final = Guest(settings=f"{__name__}:GROUPS")
+
+
+@final
+@option_group
+class IslandOptions(OptionGroup, title="Islands", env="ACCELERATE_", key="", flag=""):
+    """The islands of `DiLoCo`, unless its argument says them."""
+
+    islands: int | None = option(
+        None,
+        "Divide the processes into so many islands of consecutive ranks, which DiLoCo in the script lets train apart.",
+        kind="int",
+        minimum=1,
+        quiet=True,
+        guest="diloco",
+    )
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingError if islands are asked for beside replicas that are islands already."""
+    asked = settings.find(IslandOptions)
+    if asked is not None and asked.islands is not None and settings.launch.keep_replicas:
+        raise SettingError(
+            f"{settings.quote('diloco.islands')} with {settings.quote('launch.keep_replicas')}: each replica is an "
+            "island. Leave the number of islands out."
+        )
+
+
+GROUPS: Final = (Group("diloco", IslandOptions, check=check),)

@@ -18,6 +18,7 @@ from ...errors import PreparationError, SettingError
 from ...parallel.ddp import DataParallel, replica_in
 from ...parallel.rebind import inner_optimizer
 from ...torch_private.distributed import all_gather_single, set_process_group
+from . import IslandOptions
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -56,12 +57,16 @@ class Islands(ABC):
         """Return the islands of ``run``; a collective.
 
         Args:
-            count: the number of islands; None if the mesh or the launcher says it.
+            count: the number of islands; None if the settings, the mesh or the launcher say it.
 
         Raises:
             SettingError: such islands don't fit the processes, or their layout.
         """
-        return GroupIslands.of(run, count) if run.world.members is None else KeptIslands.of(run, count)
+        asked = run.settings.find(IslandOptions)
+        if asked is not None and asked.islands is not None and count is None:
+            return GroupIslands.of(run, asked.islands, run.settings.quote("diloco.islands"))
+        source = f"DiLoCo(islands={count!r})"
+        return (GroupIslands if run.world.members is None else KeptIslands).of(run, count, source)
 
     @abstractmethod
     def gather(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -112,11 +117,12 @@ class GroupIslands(Islands):
         self.part, self.num_parts = self.mesh.world.rank, self.mesh.world.size
 
     @staticmethod
-    def of(run: Accelerator, count: int | None) -> GroupIslands:
+    def of(run: Accelerator, count: int | None, source: str) -> GroupIslands:
         """Return the islands of ``run``; a collective.
 
         Args:
             count: the number of islands; None if the replicating axis of the mesh says it.
+            source: how the number was given, for messages.
 
         Raises:
             SettingError: such islands don't fit the processes, or their layout.
@@ -126,12 +132,12 @@ class GroupIslands(Islands):
         if count is not None:
             if type(count) is not int or count < 1 or world.size % count:
                 raise SettingError(
-                    f"DiLoCo(islands={count!r}): {world.size} processes can't be divided into {count!r} islands of one "
+                    f"{source}: {world.size} processes can't be divided into {count!r} islands of one "
                     "size. Choose a divisor."
                 )
             if layout and count != mesh.size(BETWEEN):
                 raise SettingError(
-                    f"DiLoCo(islands={count}): the mesh has {mesh.equation()}. With {layout[0]} the islands are the "
+                    f"{source}: the mesh has {mesh.equation()}. With {layout[0]} the islands are the "
                     "replicas: leave islands out, or change dp_replicate_size."
                 )
             if not layout:
@@ -243,7 +249,7 @@ class KeptIslands(Islands):
         return 0, 1
 
     @staticmethod
-    def of(run: Accelerator, count: int | None) -> KeptIslands:
+    def of(run: Accelerator, count: int | None, source: str) -> KeptIslands:
         """Return the islands of ``run``.
 
         Raises:
@@ -252,8 +258,7 @@ class KeptIslands(Islands):
         assert run.world.members is not None, "called only then"
         if count is not None:
             raise SettingError(
-                f"DiLoCo(islands={count}) under `accelerate launch --keep_replicas`: each replica is an island. Leave "
-                "islands out."
+                f"{source} under `accelerate launch --keep_replicas`: each replica is an island. Leave islands out."
             )
         return KeptIslands(run.world.members, run.world.rank)
 
