@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -36,11 +36,9 @@ class _Connection:
     def __init__(self, opened: socket.socket) -> None:
         self.socket, self.rank, self.pid, self.pending = opened, -1, 0, b""
 
-    def send(self, message: object) -> None:
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # it has ended; the supervisor will say so
-            return
+    def send(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended; the supervisor will say so
+            self.socket.sendall(line)
 
 
 @final
@@ -82,10 +80,12 @@ class RankConnections:
             _close(opened.socket, self._selector)
         _close(self._listening, self._selector)
 
-    def send(self, rank: int, message: object) -> None:
-        """Send ``message`` to the process of ``rank``, if it is connected."""
-        if rank in self._known:
-            self._known[rank].send(message)
+    def send(self, ranks: Iterable[int], message: object) -> None:
+        """Send ``message`` to the processes of ``ranks`` that are connected."""
+        line = _line(message)
+        for rank in ranks:
+            if rank in self._known:
+                self._known[rank].send(line)
 
     def kill(self, rank: int) -> None:
         """Kill the process of ``rank``, if it is connected."""
@@ -137,7 +137,8 @@ class RankConnections:
     def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
         if "operation" not in message:
             if message["rank"] in self._known:
-                connection.send({"error": f"Rank {message['rank']} is another process, which lives: {_ONE_PROCESS}."})
+                error = f"Rank {message['rank']} is another process, which lives: {_ONE_PROCESS}."
+                connection.send(_line({"error": error}))
                 return
             connection.rank, connection.pid = int(message["rank"]), int(message.get("pid", 0))
             self._unknown.remove(connection)
@@ -213,7 +214,7 @@ class HostLink:
             descriptor = os.open(self._folder / file, os.O_RDONLY)
             content = [[descriptor, 0, os.fstat(descriptor).st_size]]
             message = {**message, "file": file, "bytes": content[0][2]}
-        self._out.extend([json.dumps(message).encode() + b"\n", *content])
+        self._out.extend([_line(message), *content])
         self.run(reads=False)
 
     def run(self, *, reads: bool = True) -> None:
@@ -281,6 +282,10 @@ class HostLink:
         if not self.takes_files or not _FILE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} isn't a file of ranks")
         return os.open(self._folder / name, os.O_WRONLY | os.O_CREAT, 0o600)  # ranks may have mapped it
+
+
+def _line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _close(opened: socket.socket, selector: selectors.BaseSelector | None) -> None:

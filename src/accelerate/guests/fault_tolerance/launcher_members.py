@@ -375,8 +375,7 @@ class ReplicaMembers(LauncherMembers):
         return sorted(rank for rank in self._waiting if self._waiting.keys() >= {*self.replica_of(rank)})
 
     def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
-        for rank in ranks:
-            self._ranks.send(rank, message)
+        self._ranks.send(ranks, message)
         for link in self._greeted():
             if there := sorted(ranks.intersection(self._ranks_of(self._links[link]))):
                 link.send({"to": there, "message": message})

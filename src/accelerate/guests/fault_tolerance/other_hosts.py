@@ -115,8 +115,7 @@ class RemoteMembers(LauncherMembers):
             if "members" in answer:
                 self.members, self.ending = set(answer["members"]), answer["ending"]
                 self.is_preempted = self.ending.startswith("preempted")
-            for rank in message["to"]:
-                self._ranks.send(rank, answer)
+            self._ranks.send(message["to"], answer)
 
     def _lose_holder(self, why: str) -> None:
         """Kill all ranks: without machine 0 nobody knows who is a member, and the others may continue without these."""
