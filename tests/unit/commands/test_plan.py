@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from accelerate.commands.launch import launch_command_parser
 from accelerate.errors import SettingError
+from accelerate.guests.diloco import IslandOptions
 from accelerate.guests.estimate import plan_command as command
 from accelerate.guests.estimate.plan import footprint, layouts, propose
 from accelerate.guests.estimate.trace import TrainingTrace, trace_training
@@ -41,6 +43,7 @@ def build():
 """
 SCRIPT = """
 import sys
+from dataclasses import replace
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
@@ -73,8 +76,8 @@ def _trace(recompute: bool) -> TrainingTrace:
     return trace_training(subject, batch=4, sequence=16, recompute=recompute, device="cpu")
 
 
-def _planned(memory: int, gpus: int = 8, gpus_per_host: int = 8) -> Any:
-    return propose("m", _trace, gpus=gpus, memory=memory, gpus_per_host=gpus_per_host, reserve=0.0)
+def _planned(memory: int, gpus: int = 8, gpus_per_host: int = 8, islands: int = 1) -> Any:
+    return propose("m", _trace, gpus=gpus, memory=memory, gpus_per_host=gpus_per_host, reserve=0.0, islands=islands)
 
 
 def test_the_first_way_that_fits_is_chosen() -> None:
@@ -124,6 +127,8 @@ def test_four_thousand_devices_are_planned_at_once() -> None:
         ({"gpus": 0, "memory": 1}, "--gpus 0"),
         ({"gpus": 12, "memory": 1}, "fills its hosts"),
         ({"gpus": 1, "memory": 0}, "memory=0"),
+        ({"gpus": 8, "memory": 1, "islands": 3}, "--islands 3 of 8 GPUs"),
+        ({"gpus": 24, "memory": 1, "islands": 2}, "--islands 2 of 24 GPUs on hosts of 8"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(numbers: dict[str, int], text: str) -> None:
@@ -233,3 +238,33 @@ def test_the_command_starts_without_torch() -> None:
     code = "import sys\nfrom accelerate.guests.estimate import plan_command\nplan_command.plan_command_parser()\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("gpus", "islands"), [(2, 2), (8, 2), (8, 4), (32, 2)])
+def test_islands_keep_outer_weights_and_send_a_byte_for_each(gpus: int, islands: int, tmp_path: Path) -> None:
+    ways, trace = _planned(1, gpus=gpus, islands=islands).candidates, _trace(False)
+    assert ways and all(way.layout.islands == islands and way.layout.ranks == gpus for way in ways)
+    apart = _planned(1, gpus=gpus // islands)
+    inside = {way.name: way.footprint for way in apart.candidates}
+    for way in ways:
+        path = tmp_path / "written.yaml"
+        file.save(command.settings_of(way, gpus, 8, "bf16", ["Block"]), path)
+        read = file.load(path)
+        if way.layout.sharding == "none":  # its ranks divide the outer weights
+            values, found = trace.num_trainable * islands / gpus, read.find(IslandOptions)
+            assert found is not None and found.islands == islands
+        else:
+            values = trace.num_trainable / (way.layout.shards * way.layout.cp * way.layout.tp)
+            assert read.parallelism.dp_replicate_size == islands
+            alone = replace(way.layout, replicas=1, islands=1)
+            outer = way.footprint.optimizer - inside[replace(way, layout=alone).name].optimizer
+            assert outer == pytest.approx(12 * values, rel=0.5 if way.layout.tp > 1 else 1e-3)
+        assert way.footprint.sent == pytest.approx(values * (1 + 1 / 64), rel=0.5 if way.layout.tp > 1 else 1e-3)
+
+
+def test_a_plan_of_islands_says_what_they_send(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1GB", "--islands", "2"]
+    assert command.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "Chosen: ddp8+islands2" in shown and "to each of 1 other islands, in 8 bits" in shown
+    assert "--islands 2" in shown[shown.index("accelerate launch") :]

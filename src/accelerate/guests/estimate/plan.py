@@ -32,6 +32,10 @@ _SHARDED: Final[dict[Sharding, tuple[bool, bool, bool]]] = {
 #: The fraction of a block's activations that tensor parallelism doesn't divide (Korthikanti et al., above).
 _ON_EVERY_TENSOR_RANK: Final = 10 / 34
 _FULL_PRECISION_BYTES: Final = 4
+#: DiLoCo's bytes for each trained value: the outer weight, what compression has left, and the outer momentum.
+_OUTER_BYTES: Final = 12
+#: Bytes that it sends for each value in 8 bits, with a scale for each 256 values.
+_SENT_BYTES: Final = 1 + 4 / 256
 #: Elements in a communication bucket of DeepSpeed: the default of its ``reduce_bucket_size``.
 _BUCKET_NUMBERS: Final = 500_000_000
 
@@ -53,6 +57,8 @@ class Layout:
     """Weights, gradients and optimizer state are kept in host memory."""
     offload_optimizer: bool = False
     """Optimizer state is kept and updated in host memory."""
+    islands: int = 1
+    """Groups of replicas that DiLoCo lets train apart."""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "shards", "tp", "cp", "pp"):
@@ -74,6 +80,8 @@ class Layout:
             parts.append(f"{self.sharding}{'x' if self.sharding[-1].isdigit() else ''}{self.shards}")
         if self.replicas > 1:
             parts.append(f"ddp{self.replicas}")
+        if self.islands > 1:
+            parts.append(f"islands{self.islands}")
         return "+".join(parts) or "single"
 
     @classmethod
@@ -137,6 +145,8 @@ class Footprint:
     communication: int
     """Gathered weights, and gradients to be sent."""
     host: int
+    sent: int = 0
+    """What a rank sends to each other island in a round of DiLoCo, in 8 bits."""
 
     @property
     def peak(self) -> int:
@@ -152,6 +162,10 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
     weights, gradients, optimizer = (share * num_bytes for num_bytes in _trained(trace, layout))
     moments = _moments(trace, layout, gradients, cut_gradients)
     kept_weights, kept_optimizer, host = weights / cut_weights, optimizer / cut_optimizer, 0.0
+    values = 0.0  # of this rank's part of the outer weights, which DDP's ranks of an island divide
+    if layout.islands > 1:
+        values = share * trace.num_trainable / (cut_weights * layout.replicas // layout.islands)
+        kept_optimizer += _OUTER_BYTES * values
     if layout.offload_weights:
         host = kept_weights + gradients / cut_gradients + kept_optimizer
         kept_weights = kept_optimizer = 0.0
@@ -171,6 +185,7 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
         activations=round(fullest[1]),
         communication=round(fullest[2]),
         host=round(host),
+        sent=round(_SENT_BYTES * values),
     )
 
 
@@ -298,6 +313,7 @@ class Plan:
                     "layout": asdict(each.layout),
                     **{part: getattr(each.footprint, part) for part in (*PARTS, "host")},
                     "peak": each.footprint.peak,
+                    "sent": each.footprint.sent,
                     "fits": each.fits,
                 }
                 for each in self.candidates
@@ -330,6 +346,14 @@ def layouts(gpus: int, gpus_per_host: int) -> Iterator[Layout]:
     yield Layout(shards=gpus, sharding="fsdp", offload_weights=True)
 
 
+def layouts_of_islands(gpus: int, gpus_per_host: int, islands: int) -> Iterator[Layout]:
+    """Yield layouts whose replicas are islands: replicas of one island only hold the whole model."""
+    for layout in layouts(gpus // islands, gpus_per_host):
+        is_island = layout.sharding == "none" or (layout.replicas == 1 and layout.shards > 1)
+        if is_island and not layout.offload_weights:
+            yield replace(layout, replicas=layout.replicas * islands, islands=islands)
+
+
 def _with_shards(gpus: int, tp: int = 1, cp: int = 1) -> Layout:
     left = gpus // (tp * cp)
     return Layout(tp=tp, cp=cp, shards=left, sharding="fsdp")
@@ -343,10 +367,12 @@ def propose(
     memory: int,
     gpus_per_host: int = 8,
     reserve: float = RESERVE,
+    islands: int = 1,
 ) -> Plan:
     """Return the plan for ``gpus`` devices of ``memory`` bytes each.
 
     Args:
+        islands: the number of groups of devices that DiLoCo lets train apart.
         trace_step: returns the traced step, with activation checkpointing or without.
 
     Raises:
@@ -357,12 +383,18 @@ def propose(
             f"--gpus {gpus} on hosts of {gpus_per_host}: give a number of at least 1 that fills its hosts, or say "
             "--gpus_per_host."
         )
+    if islands < 1 or gpus % islands or (gpus // islands > gpus_per_host and gpus // islands % gpus_per_host):
+        raise SettingError(
+            f"--islands {islands} of {gpus} GPUs on hosts of {gpus_per_host}: each island has as many, and more than "
+            "one host only as whole ones. Choose another number."
+        )
     if memory < 1 or not 0 <= reserve < 1:
         raise SettingError(f"memory={memory} bytes with reserve={reserve}: give more than nothing, and less than all.")
     usable = int(memory * (1 - reserve))
     traces: dict[bool, TrainingTrace] = {False: trace_step(False)}
     candidates: list[Candidate] = []
-    for layout, recompute in _in_order(gpus, gpus_per_host):
+    every = layouts(gpus, gpus_per_host) if islands == 1 else layouts_of_islands(gpus, gpus_per_host, islands)
+    for layout, recompute in _in_order([*every]):
         if recompute not in traces:
             traces[recompute] = trace_step(recompute)
         # FSDP shards over the context-parallel ranks too.
@@ -374,9 +406,8 @@ def propose(
     return Plan(model, gpus, memory, usable, traces[False].batch, traces[False].sequence, tuple(candidates))
 
 
-def _in_order(gpus: int, gpus_per_host: int) -> Iterator[tuple[Layout, bool]]:
+def _in_order(every: Sequence[Layout]) -> Iterator[tuple[Layout, bool]]:
     """Yield layouts with ``recompute``: data-parallel ones without it, then with it, then the costlier ones."""
-    every = list(layouts(gpus, gpus_per_host))
     simple = [each for each in every if each.tp == each.cp == 1 and not each.offload_weights]
     yield from ((each, False) for each in simple)
     yield from ((each, True) for each in simple if each.sharding.startswith("fsdp"))
@@ -400,6 +431,11 @@ def as_text(plan: Plan) -> str:
         lines.append("Nothing fits. Use more devices, a smaller --batch or --sequence, or lower precision.")
     else:
         lines.append(f"Chosen: {chosen.name}, the first that fits: {_reason(chosen)}")
+        if sent := chosen.footprint.sent:
+            lines.append(
+                f"In a round of DiLoCo (inner_steps updates) each rank sends {binary_size(sent)} to each of "
+                f"{chosen.layout.islands - 1} other islands, in 8 bits."
+            )
     if plan.untraced is not None:
         lines += ["", f"Without activations of forward and backward; --reserve leaves room for them. {plan.untraced}"]
     return "\n".join(lines)
@@ -435,5 +471,6 @@ def _reason(candidate: Candidate) -> str:
         if layout.sharding == "fsdp-grad"
         else "everything is sharded"
     )
-    inside = " inside a host, replicated over hosts" if layout.replicas > 1 else ""
+    inside = " inside an island" if layout.islands > 1 else " inside a host, replicated over hosts"
+    inside = inside if layout.replicas > 1 else ""
     return f"{kept}{inside}."

@@ -45,6 +45,7 @@ def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
     parser.add_argument(
         "--reserve", type=float, metavar="X", default=0.1, help="The share of the memory that isn't planned with."
     )
+    parser.add_argument("--islands", type=count, default=1, help="Groups of GPUs that DiLoCo lets train apart.")
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one data-parallel rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim, where the script has none.")
@@ -101,6 +102,7 @@ def plan_command(args: argparse.Namespace) -> None:
         memory=convert_file_size_to_int(args.memory),
         gpus_per_host=args.gpus_per_host,
         reserve=args.reserve,
+        islands=args.islands,
     )
     if untraced:
         plan = replace(plan, untraced=untraced[0])
@@ -172,6 +174,8 @@ def settings_of(
             "parallelism.tp_size": layout.tp,
             "parallelism.cp_size": layout.cp,
         }
+    if layout.islands > 1 and layout.sharding == "none":
+        values["diloco.islands"] = layout.islands
     source = Source("file", "accelerate plan")
     layer = {"launch.distributed_type": (label, source), **{name: (value, source) for name, value in values.items()}}
     return collect({}, {}, file=layer)
