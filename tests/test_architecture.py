@@ -241,7 +241,7 @@ FUNCTION_LIMIT: Final = 60
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
 CORE_LIMIT: Final = (41_242, 310)
-GUESTS_LIMIT: Final = (25_283, 203)
+GUESTS_LIMIT: Final = (25_310, 203)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

@@ -26,7 +26,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "hook": ({"kwargs_handlers": [HOOK]}, {}, ("communication hook", "Leave one of them out")),
     "flat shards": ({"fsdp_plugin": V1}, {}, ("DiLoCo over FlatShard", "Prepare the model for DDP")),
     "one island": ({"fsdp_plugin": V2}, {}, ("all 2 processes are one island", "dp_replicate_size")),
-    "one island of replicas": ({}, {"islands": 1}, ("all 2 processes are one island",)),
+    "one island of replicas": ({}, {"islands": 1}, ("DiLoCo(islands=1) over", "all 2 processes are one")),
     "three islands": ({}, {"islands": 3}, ("2 processes can't be divided into 3 islands",)),
     "compression": ({}, {"compression": "fp4"}, ("compression='fp4'", "'int8', '2bit'")),
     "steps": ({}, {"inner_steps": 0}, ("inner_steps=0", "at least 1")),
@@ -142,5 +142,7 @@ def test_islands_are_a_flag_and_a_key(tmp_path: Path) -> None:
     for asked in (collect({}, {}, flags={"islands": 2}), collect({}, {}, file=tmp_path / "config.yaml")):
         assert encode_settings(asked)["ACCELERATE_ISLANDS"] == "2"
     assert "ACCELERATE_ISLANDS" not in encode_settings(collect({}, {}, flags={}))
+    with pytest.raises(SettingError, match=r"`--islands 2` .*`--num_processes 3` .* can't be divided"):
+        check(collect({}, {}, flags={"islands": 2, "num_processes": 3}))
     with pytest.raises(SettingError, match=r"`--islands 2` .* each replica is an island"):
         check(collect({}, {}, flags={"islands": 2, "keep_replicas": 1}))

@@ -175,12 +175,37 @@ def test_a_replica_of_two_machines_is_lost_and_starts_again_as_one(tmp_path: Pat
 @pytest.mark.timeout(400)
 def test_a_process_that_nobody_waits_for_is_ended(tmp_path: Path) -> None:
     with network(2, tmp_path) as hosts:
-        run = Run(tmp_path, hosts, per_host=1)
+        run = Run(tmp_path, hosts, ("--max_restarts", "2"), per_host=1)
         (tmp_path / "enough").touch()
         run.kill(0)  # its successor imports torch while rank 1, on the other machine, comes to the end
         assert run.launchers[1].ended()[0] == 0, run.said()
-        code, output = run.launchers[0].ended()
+        code, output = run.launchers[0].ended()  # a restart would wait for machine 1
         assert code == 1 and "came to its end without rank 0" in output, output
+
+
+@pytest.mark.timeout(400)
+def test_a_machine_whose_process_comes_too_late_has_lost_nothing(tmp_path: Path) -> None:
+    with network(2, tmp_path) as hosts:
+        run = Run(tmp_path, hosts, per_host=1)
+        (tmp_path / "enough").touch()
+        run.kill(1)
+        assert run.launchers[0].ended()[0] == 0, run.said()
+        code, output = run.launchers[1].ended()
+        assert code == 0 and "has lost machine 0" not in output, output
+
+
+@pytest.mark.timeout(400)
+def test_a_machine_without_replacements_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    with network(2, tmp_path) as hosts:
+        run = Run(tmp_path, hosts, ("--keep_replicas", "1"), per_host=1)
+        run.kill(1)
+        run.others_train([1], "rank killed")
+        run.all_train()
+        run.kill(1)
+        code, output = run.launchers.pop(1).ended()
+        assert code == 1 and "all ranks of this machine were lost" in output, output
+        run.others_train([1], "rank killed")
+        run.finish()
 
 
 @pytest.mark.timeout(300)

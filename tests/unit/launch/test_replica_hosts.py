@@ -181,8 +181,7 @@ def test_a_host_that_is_started_again_joins_with_the_state_of_the_others(machine
     machines.cut(1)
     assert machines.start(1).joins
     for rank in (2, 3):
-        machines.opened[rank].close()
-        machines.connect(rank)
+        machines.connect(rank, start=1)
     machines.send(2, {"operation": "join", "value": None})
     for rank in (0, 1):
         machines.give(rank, value=rank)
@@ -431,3 +430,38 @@ def test_a_process_that_nobody_is_left_to_join_is_ended(
     machines.connect(1, processes[1].pid, start=1)  # it has only just imported torch
     machines.send(1, {"operation": "join", "value": None})
     assert processes[1].wait(30) == -signal.SIGKILL and machines.holder.given_up == {0, 1}
+
+
+def test_a_machine_that_comes_too_late_is_told_that_the_run_is_over(
+    machines: Machines, processes: dict[int, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    remote: Any = machines.launchers[1]
+    for rank in (2, 3):
+        remote.lost(rank)
+        assert remote.replace(rank)
+    machines.connect(2, processes[2].pid, start=1)
+    for rank in (0, 1):
+        machines.holder.lost(rank, has_failed=False)
+    machines.run()
+    assert processes[2].wait(30) == -signal.SIGKILL and remote.has_finished and remote.given_up == {2}
+    machines.connect(3, processes[3].pid, start=1)  # it has only just imported torch
+    machines.send(3, {"operation": "join", "value": None})
+    assert processes[3].wait(30) == -signal.SIGKILL
+    remote.lost(3)
+    assert not remote.replace(3)
+    remote._lose_holder("the launcher there has ended")
+    assert not remote.is_cut_off and not capfd.readouterr().err
+
+
+def test_a_launcher_that_was_cut_off_accepts_no_more(machines: Machines) -> None:
+    remote: Any = machines.launchers[1]
+    remote._lose_holder("a test")
+    remote._ranks._accept()  # the selector had found a process before
+    remote.is_cut_off = False  # for the end of this test
+
+
+def test_the_ranks_of_a_lost_replica_are_no_members(machines: Machines) -> None:
+    remote: Any = machines.launchers[1]
+    remote.replica_size = 2
+    remote.lost(3)
+    assert remote.members == {0, 1} and remote.is_ended(2)

@@ -108,7 +108,7 @@ def test_half_a_line_does_not_count(launcher: Launcher) -> None:
 def test_a_process_joins_with_the_state_that_a_member_gave(launcher: Launcher) -> None:
     ranks = [launcher.connect(rank) for rank in range(3)]
     launcher.members.lost(1)
-    new = launcher.connect(1)
+    new = launcher.connect(1, start=1)
     launcher.send(new, operation="join", value=None)
     for rank in (0, 2):
         launcher.send(ranks[rank], operation="update", value=rank)
@@ -149,7 +149,7 @@ def test_too_few_members_hear_that_they_end_and_nobody_joins_them(launcher: Laun
     launcher.members.minimum = 2
     ranks = [launcher.connect(rank) for rank in range(3)]
     launcher.members.lost(0)
-    new = launcher.connect(0)
+    new = launcher.connect(0, start=1)
     launcher.send(new, operation="join", value=None)
     launcher.send(ranks[1], operation="update", value=1)
     launcher.send(ranks[2], operation="update", value=2)
@@ -213,7 +213,7 @@ def test_a_rank_that_ends_before_it_is_known_leaves_its_place_to_another(launche
     launcher.members.lost(1)
     launcher.run()
     ranks = [launcher.connect(0), launcher.connect(2)]
-    assert not has_answer(launcher.connect(1))
+    assert not has_answer(launcher.connect(1, start=1))
     launcher.send(ranks[0], operation="update", value=0)
     launcher.send(ranks[1], operation="update", value=2)
     assert answer(ranks[0])["joining"] == []
@@ -303,6 +303,21 @@ def test_a_replica_joins_when_all_of_its_ranks_wait(pairs: Launcher) -> None:
         pairs.send(ranks[rank], operation="admit", value={"path": f"state_{rank}", "updates": 1})
     assert answer(new[2]) == answer(new[3])
     assert pairs.members.members == {0, 1, 2, 3}
+
+
+def test_what_a_process_of_a_lost_replica_sends_on_connecting_is_ignored(pairs: Launcher) -> None:
+    pairs.members.lost(1)
+    assert pairs.members.replace(1)
+    new = pairs.connect(1, start=1)
+    pairs.send(new, operation="meet", value=None)
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    pairs.opened.append(opened)
+    opened.connect(str(pairs.members.folder / "members"))
+    opened.sendall(b'{"rank": 0, "start": 0}\n{"operation": "meet", "value": "tcp://gone"}\n')
+    pairs.run()
+    assert not has_answer(new)
+    pairs.send(pairs.connect(0, start=1), operation="meet", value="tcp://here")
+    assert answer(new)["values"] == {"0": "tcp://here", "1": None}
 
 
 def test_the_others_of_a_lost_replica_are_killed_even_if_they_connect_later(pairs: Launcher) -> None:

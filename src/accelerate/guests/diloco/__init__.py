@@ -35,16 +35,23 @@ class IslandOptions(OptionGroup, title="Islands", env="ACCELERATE_", key="", fla
         None,
         "Divide the processes into so many islands of consecutive ranks, which DiLoCo in the script lets train apart.",
         kind="int",
-        minimum=1,
+        minimum=2,
         quiet=True,
         guest="diloco",
     )
 
 
 def check(settings: Settings) -> None:
-    """Raise SettingError if islands are asked for beside replicas that are islands already."""
-    asked = settings.find(IslandOptions)
-    if asked is not None and asked.islands is not None and settings.launch.keep_replicas:
+    """Raise SettingError if the processes can't be divided so, or are replicas that are islands already."""
+    asked, size = settings.find(IslandOptions), settings.launch.num_processes
+    if asked is None or asked.islands is None:
+        return
+    if size is not None and size % asked.islands:
+        raise SettingError(
+            f"{settings.quote('diloco.islands')}: {settings.quote('launch.num_processes')} can't be divided into so "
+            "many islands of one size. Choose a divisor."
+        )
+    if settings.launch.keep_replicas:
         raise SettingError(
             f"{settings.quote('diloco.islands')} with {settings.quote('launch.keep_replicas')}: each replica is an "
             "island. Leave the number of islands out."

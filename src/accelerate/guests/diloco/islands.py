@@ -64,9 +64,9 @@ class Islands(ABC):
         """
         asked = run.settings.find(IslandOptions)
         if asked is not None and asked.islands is not None and count is None:
-            return GroupIslands.of(run, asked.islands, run.settings.quote("diloco.islands"))
+            return GroupIslands.form(run, asked.islands, run.settings.quote("diloco.islands"))
         source = f"DiLoCo(islands={count!r})"
-        return (GroupIslands if run.world.members is None else KeptIslands).of(run, count, source)
+        return (GroupIslands if run.world.members is None else KeptIslands).form(run, count, source)
 
     @abstractmethod
     def gather(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -117,7 +117,7 @@ class GroupIslands(Islands):
         self.part, self.num_parts = self.mesh.world.rank, self.mesh.world.size
 
     @staticmethod
-    def of(run: Accelerator, count: int | None, source: str) -> GroupIslands:
+    def form(run: Accelerator, count: int | None, source: str) -> GroupIslands:
         """Return the islands of ``run``; a collective.
 
         Args:
@@ -145,9 +145,9 @@ class GroupIslands(Islands):
         is_replicated = isinstance(run.strategy, DataParallel)
         if mesh.size(BETWEEN) == 1 or not (layout or is_replicated):
             raise SettingError(
-                f"DiLoCo over {type(run.strategy).__name__}: all {world.size} processes are one island. Set "
-                "ParallelismConfig(dp_replicate_size=...) to the number of islands, and dp_shard_size to the processes "
-                "of each. With DDP give islands=, or nothing."
+                f"{source if count else 'DiLoCo'} over {type(run.strategy).__name__}: all {world.size} processes are "
+                "one island. Set ParallelismConfig(dp_replicate_size=...) to the number of islands, and dp_shard_size "
+                "to the processes of each. With DDP give islands=, or nothing."
             )
         inside = mesh.group(*INSIDE)
         if inside is None:
@@ -249,7 +249,7 @@ class KeptIslands(Islands):
         return 0, 1
 
     @staticmethod
-    def of(run: Accelerator, count: int | None, source: str) -> KeptIslands:
+    def form(run: Accelerator, count: int | None, source: str) -> KeptIslands:
         """Return the islands of ``run``.
 
         Raises:

@@ -110,6 +110,8 @@ class RankConnections:
 
     def _accept(self) -> None:
         assert self._selector is not None
+        if self._listening.fileno() < 0:
+            return  # closed since the selector found it
         connection = _Connection(self._listening.accept()[0])
         self._unknown.append(connection)
         read: Callable[[], None] = lambda: self._read(connection)  # noqa: E731
@@ -145,6 +147,7 @@ class RankConnections:
             self._known[connection.rank] = connection
             if not self._is_current(connection.rank, int(message.get("start", 0))):  # its replica was lost meanwhile
                 self.kill(connection.rank)
+                self.forget(connection.rank)  # what it has sent by now counts no more
         elif self._known.get(connection.rank) is connection:  # else its process has ended
             self._receive(connection.rank, message)
 

@@ -121,7 +121,8 @@ class FaultTolerantProcesses(LaunchEngine):
                     code = PREEMPTED_EXIT_CODE  # an engine that starts it again lets it join
             finally:
                 members.close()
-            if code == 0 or supervisor.received is not None or members.is_preempted or number == num_restarts:
+            is_over = supervisor.received is not None or members.is_preempted or members.has_finished
+            if code == 0 or is_over or number == num_restarts:
                 return code
             number += 1
             text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number} of "
@@ -227,7 +228,7 @@ class _Losses(LossPolicy):
             return Loss(True, "its launcher ended it.")
         if rank in members.given_up:
             return Loss(True, "all others have come to the end of the script, so there is nobody to join.")
-        was_member = rank in members.members
+        was_member, is_ended = rank in members.members, members.is_ended(rank)
         members.lost(rank, has_failed=code != 0)
         given_up: set[int] = set()
         if was_member and (members.ending or not members.members):  # nobody is left to join
@@ -244,11 +245,15 @@ class _Losses(LossPolicy):
             outlook = f"the run continues with {living}. A new process takes its place ({left - 1} more may)."
         else:
             outlook = f"the run continues with {living}. No more processes may take its place."
+        if is_ended:
+            outlook = f"it was ended with the rest of its replica; {outlook}"
         return Loss(True, outlook, None if started is None else self.environment(plan) | started, given_up)
 
     def missed(self, well: Collection[int]) -> str:
-        """Wait for the ranks of other hosts, and return a note that the main process was lost, if it was."""
+        """Wait for the ranks of other hosts, and return a note on lost ranks whose work is missing."""
         self._members.wait_for_hosts()
+        if not well and not self._has_main and not self._members.has_finished:
+            return "all ranks of this machine were lost and none may be replaced any more, so the exit code is 1."
         if 0 in well or not self._has_main:
             return ""
         return (

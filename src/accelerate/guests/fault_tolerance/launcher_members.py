@@ -93,11 +93,12 @@ class LauncherMembers(ABC):
         members: the living ranks, as far as this launcher knows. ending: why all members have to save and end; empty
             while they continue. is_preempted: whether a member got a notice of preemption. joins: whether this host's
             first processes join a run that has begun already. given_up: this host's ranks that were ended because no
-            member is left that they could join.
+            member is left that they could join. has_finished: whether ranks of another host have come to the end.
     """
 
     joins: bool = False
     given_up: Collection[int] = ()
+    has_finished: bool = False
 
     def __init__(self, size: int, num_replacements: int, minimum: int = 1, replica_size: int = 1) -> None:
         self.size: int = size
@@ -175,6 +176,15 @@ class LauncherMembers(ABC):
             for other in self.replica_of(rank):
                 self._ranks.kill(other)
                 self._ranks.forget(other)
+
+    def _give_up(self) -> None:
+        """End this host's processes, which have nobody left to join."""
+        self.given_up = {*self.given_up, *self._ranks.connected}
+        self._ranks.kill_all()
+
+    def is_ended(self, rank: int) -> bool:
+        """Return whether the newest process of ``rank`` was ended because its replica was lost."""
+        return self._started.get(rank, 0) < self._start_of(rank)
 
     def wait_for_hosts(self) -> None:
         """Wait until the ranks of the other hosts have ended, if they need this launcher."""
@@ -314,17 +324,16 @@ class ReplicaMembers(LauncherMembers):
                 link.send({"lost": rank, "start": start + 1})
         else:
             self._finished.add(rank)
+            self.has_finished |= self._hosts is not None and rank not in self._hosts.ranks(0)
         if has_failed and was_member and len(self.members) < self.minimum * self.replica_size:
             living = f"{'only ' if self.members else ''}{some_ranks(self.members)} of {self.size}"
             lives = by_number(self.members, "lives", "live")
             self._end(f"{living} {lives}, fewer than --min_replicas {self.minimum}")
         if not self.members:
             self._give_up()
+            for link in self._greeted() if self._finished else ():
+                link.send({"over": True})
         self._complete()
-
-    def _give_up(self) -> None:
-        self.given_up = {*self.given_up, *self._ranks.connected}
-        self._ranks.kill_all()
 
     def _end(self, why: str) -> None:
         self.ending = self.ending or why

@@ -81,7 +81,7 @@ class RemoteMembers(LauncherMembers):
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended; the values it sent before still count."""
-        self.members.discard(rank)
+        self.members.difference_update(self.replica_of(rank) if has_failed else (rank,))
         self._ranks.forget(rank)
         self._remove_old_states(rank)
         self._send(rank, failed=has_failed)
@@ -89,6 +89,8 @@ class RemoteMembers(LauncherMembers):
             self._end_replica(rank, self._started[rank] + 1)
 
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
+        if self.has_finished:
+            self._give_up()
         self._send(rank, message.get("file", ""), message=message)
 
     def _leave(self, rank: int) -> None:
@@ -106,6 +108,10 @@ class RemoteMembers(LauncherMembers):
     def _receive_from_holder(self, message: dict[str, Any]) -> None:
         for rank in message.get("kill", ()):
             self._ranks.kill(rank)
+        if "over" in message:
+            self.has_finished = True
+            self.members.clear()
+            self._give_up()
         if "lost" in message:
             self._end_replica(message["lost"], message["start"])
         if str(message.get("file", "")).startswith("state_"):
@@ -119,7 +125,7 @@ class RemoteMembers(LauncherMembers):
 
     def _lose_holder(self, why: str) -> None:
         """Kill all ranks: without machine 0 nobody knows who is a member, and the others may continue without these."""
-        if self.is_cut_off:
+        if self.is_cut_off or self.has_finished:
             return
         self.is_cut_off = True
         self._link.close()
