@@ -256,7 +256,9 @@ def test_replicas_that_are_kept_may_have_several_ranks(axes: dict[str, int], sha
     fsdp = {"use_fsdp": True, "fsdp_version": 2} if sharded else {}
     flags = {"num_processes": 2 * size, "keep_replicas": 1, "use_parallelism_config": True, **sizes, **fsdp}
     assert plan(settings(cpu=True, **flags)).engine_options["replica_size"] == size
-    with pytest.raises(SettingError, match=f"multiple of the {size} ranks of a replica"):
+    hosts = {"num_machines": 4, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+    assert plan(settings(cpu=True, **flags, **hosts)).engine_options["replica_size"] == size  # over two of them
+    with pytest.raises(SettingError, match=f"two or more replicas of several.* has {size} ranks"):
         plan(settings(cpu=True, **{**flags, "parallelism_config_dp_replicate_size": 1, "num_processes": size}))
 
 
