@@ -26,7 +26,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "hook": ({"kwargs_handlers": [HOOK]}, {}, ("communication hook", "Leave one of them out")),
     "flat shards": ({"fsdp_plugin": V1}, {}, ("DiLoCo over FlatShard", "Prepare the model for DDP")),
     "one island": ({"fsdp_plugin": V2}, {}, ("all 2 processes are one island", "dp_replicate_size")),
-    "one island of replicas": ({}, {"islands": 1}, ("DiLoCo(islands=1) over", "all 2 processes are one")),
+    "one island of replicas": ({}, {"islands": 1}, ("DiLoCo(islands=1) over", "all 2 processes are one island")),
     "three islands": ({}, {"islands": 3}, ("2 processes can't be divided into 3 islands",)),
     "compression": ({}, {"compression": "fp4"}, ("compression='fp4'", "'int8', '2bit'")),
     "steps": ({}, {"inner_steps": 0}, ("inner_steps=0", "at least 1")),

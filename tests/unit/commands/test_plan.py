@@ -43,7 +43,6 @@ def build():
 """
 SCRIPT = """
 import sys
-from dataclasses import replace
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator

@@ -457,6 +457,7 @@ def test_a_launcher_that_was_cut_off_accepts_no_more(machines: Machines) -> None
     remote: Any = machines.launchers[1]
     remote._lose_holder("a test")
     remote._ranks._accept()  # the selector had found a process before
+    assert remote.is_cut_off and not remote._ranks._unknown
     remote.is_cut_off = False  # for the end of this test
 
 
