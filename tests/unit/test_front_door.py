@@ -44,6 +44,21 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert run("import accelerate, sys; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_an_import(enabled: bool) -> None:
+    """A collection would look at everything that torch has allocated; it takes longer than the import."""
+    program = f"""
+import gc, torch, accelerate
+gc.{"enable" if enabled else "disable"}()
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]) if phase == "start" else None)
+gc.collect(1)
+accelerate.Accelerator
+print(collections[0], len(collections) <= 2, gc.isenabled())
+"""
+    assert run(program) == f"1 True {enabled}"
+
+
 @pytest.mark.parametrize(
     "module", ["accelerate.utils.imports", "accelerate.utils.versions", "accelerate.utils.environment"]
 )
