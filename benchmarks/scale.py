@@ -89,6 +89,8 @@ class Rank:
         return self.parts["coordinator"]
 
     def begin_round(self) -> None:
+        if self.parts:
+            self.coordinator.close()
         self.round += 1
         self.parts.clear()
 
@@ -134,6 +136,7 @@ class Rank:
             self.coordinator.stuck_in_torch(range(1, self.size))
 
     def leave(self) -> None:
+        """Leave as at the end of the process, which closes the connections."""
         self.coordinator.leave()
         self.coordinator.wait_for_readers()
 

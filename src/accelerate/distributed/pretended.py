@@ -13,7 +13,6 @@ _ANSWERS: Final = {
     "open": "1",
     "decision": json.dumps({"all": True, "moment": "", "names": [], "address": ""}),
     "outcome": json.dumps({"identity": "", "error": ""}),
-    "all_left": "1",
 }
 
 

@@ -74,8 +74,8 @@ _KEPT_NOTIFICATIONS: Final = 16
 _OPEN: Final = "1"
 #: The value of an agreement's key if the ranks differ.
 _DIFFERENT: Final = "different"
-#: The number of ranks that make no more calls.
-_NUM_LEFT: Final = "num_left"
+#: Set once any rank makes no more calls.
+_ANY_LEFT: Final = "left"
 _COUNT_BITS: Final = 20
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: Operations that no rank leaves before all have entered.
@@ -288,7 +288,7 @@ class Coordinator:
                 store.compare_set(key, "", _OPEN + combine(get_keys(store, keys)))
 
         def find(waited_seconds: float) -> Verdict | None:
-            if self.request(lambda: self.store.check([_NUM_LEFT])):
+            if self.request(lambda: self.store.check([_ANY_LEFT])):
                 return Verdict("left")
             if waited_seconds < seconds:
                 return None
@@ -305,30 +305,24 @@ class Coordinator:
         self._publish_verdict(f"{name}/open", Verdict("left", self.rank))
 
     def leave(self, *groups: object) -> None:
-        """Publish that this rank makes no more calls, and stop the hang watch.
+        """Publish that this rank makes no more calls, and stop the hang watch; `close` ends what is left.
 
         If the store doesn't respond, `groups` are never freed, because freeing them would wait for its response.
         """
         self.has_left = True
         state = RankState(self.number, self.operation, self.site, has_left=True)
-        values = {f"at/{self.rank}": state.text(), **(self.watch.begin_to_stop() if self.watch is not None else {})}
-
-        def announce_departure() -> None:
-            set_keys(self.store, values)
-            if self.store.add(_NUM_LEFT, 1) == self.size:
-                self.store.set("all_left", _OPEN)
-            if self.rank == 0:
-                self.announce("calls")  # ranks that wait for this one
-
+        values = {f"at/{self.rank}": state.text(), _ANY_LEFT: _OPEN, _left(self.rank): _OPEN}
+        if self.watch is not None:
+            values |= self.watch.begin_to_stop()
         self.exits.close()
         # The process that serves the store may have ended already: then no rank is left to read it.
         with contextlib.suppress(RuntimeError):
-            self._requests.run(announce_departure, _LEAVE_SECONDS)
+            self._requests.run_here(lambda: set_keys(self.store, values), _LEAVE_SECONDS)
+            if self.rank == 0:
+                self._requests.run(lambda: self.announce("calls"), _LEAVE_SECONDS)  # ranks that wait for this one
         if self.watch is not None:
             self.watch.join()
         self._requests.keep_alive(self.store, *groups)
-        if not self.keeps_store:
-            self._stop()
 
     def wait_for_readers(self) -> None:
         """Serve the store until all other ranks have left or ended, or for 30 s: they may still read from it.
@@ -339,14 +333,17 @@ class Coordinator:
         if not self.keeps_store:
             return
         served, until = tcp_store(self.store), time.monotonic() + _READERS_SECONDS
-        with self.waits.start("all_left") as wait:
+        with self.waits.start(*map(_left, range(self.size))) as wait:
             while not wait.is_over(max(0.0, min(_READERS_CHECK_SECONDS, until - time.monotonic()))):
                 # A rank that was killed, or ended by `os._exit`, never says that it has left.
                 if time.monotonic() >= until or (served is not None and not has_clients(served.port)):
                     break
-        self._stop()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """End the threads of requests and close their connections, after `leave`.
+
+        The end of the process does the same in less time.
+        """
         self._requests.stop()
         self.waits.close()
 
@@ -629,3 +626,8 @@ class Coordinator:
             f"answered for {self._store_timeout_seconds():.0f} s. It is frozen "
             "or cut off from this host; look at the network between them."
         )
+
+
+def _left(rank: int) -> str:
+    """Return the key that `rank` sets when it makes no more calls."""
+    return f"{_ANY_LEFT}/given/{rank}"

@@ -214,8 +214,12 @@ def leave_group(group: Any = None) -> None:
         dist.destroy_process_group(group)
 
 
-def leave_world() -> None:
-    """Release all references to the process group, destroy it, and forget the world."""
+def leave_world(*, at_exit: bool = False) -> None:
+    """Release all references to the process group, destroy it, and forget the world.
+
+    Args:
+        at_exit: the process ends, and with it threads and connections.
+    """
     global _world, _forgotten
     world, _world, _forgotten = _world or _forgotten, None, None
     _call_releasers()
@@ -226,6 +230,8 @@ def leave_world() -> None:
         dist.destroy_process_group()
     if world is not None and world.coordinator is not None:
         world.coordinator.wait_for_readers()
+        if not at_exit:
+            world.coordinator.close()
 
 
 def release_before_leaving(release: Released) -> Released:
@@ -507,7 +513,7 @@ def _leave_at_exit() -> None:
         if world.is_distributed and not FailureHook.has_failed:
             record_end(records, world.rank, _place_of(script))
         if getattr(sys, "last_value", None) is None or world.backend == table.CPU.backend:
-            leave_world()
+            leave_world(at_exit=True)
         elif world.coordinator is not None:
             # After an error, an accelerator's group may wait for operations that will never complete.
             world.coordinator.leave(*dist.distributed_c10d._world.pg_map)

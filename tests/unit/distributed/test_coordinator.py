@@ -38,6 +38,7 @@ def run_ranks(*actions: Callable[[Coordinator], Any], seconds: float = 5) -> lis
         results = list(pool.map(act, range(len(actions))))
     for rank in ranks:
         rank.leave()
+        rank.close()
     return results
 
 

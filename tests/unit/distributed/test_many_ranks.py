@@ -175,6 +175,7 @@ def test_the_watch_asks_nothing_until_a_rank_asks_all(monkeypatch: pytest.Monkey
     assert max(count.total() for count in counts) <= 10, counts
     for rank in ranks:
         rank.leave()
+        rank.close()
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ def test_leaving_ends_the_watch() -> None:
     coordinator.watch = HangWatch(coordinator, 100.0, threading.get_ident())
     coordinator.watch.start()
     coordinator.leave()
+    coordinator.close()
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
         assert not thread.is_alive()

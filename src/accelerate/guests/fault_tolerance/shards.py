@@ -38,7 +38,12 @@ def form_replica(identity: ProcessIdentity, size: int, meeting: str, device: tor
     store = form_group(own, backend, init_method=meeting, device_id=device if kind.binds_group else None)
     sys.excepthook = before  # torch's would name the rank inside of the replica
     coordinator = Coordinator(store, rank, size, DEFAULT_TIMEOUT)
-    release_before_leaving(lambda: coordinator.leave(*dist.distributed_c10d._world.pg_map))
+
+    def release() -> None:
+        coordinator.leave(*dist.distributed_c10d._world.pg_map)
+        coordinator.close()
+
+    release_before_leaving(release)
     return World(rank, size, own.local_rank, local_size, device, kind, backend, coordinator=coordinator)
 
 
