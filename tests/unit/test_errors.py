@@ -120,7 +120,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "guests/deepspeed/strategy.py DeepSpeed.check AssertionError",
     ),
     "the end of an iterator, by its protocol": (
-        "guests/scripts/verify/evaluation_recorder.py EvaluationRecorder._reading.read StopIteration",
+        "guests/scripts/verify/evaluation_recorder.py EvaluationRecorder._reading StopIteration",
     ),
     "a request that the monitor's server refuses, as its page never sends it": (
         "guests/monitor/notes.py write_note ValueError",

@@ -18,7 +18,7 @@ from ....data_loader.gathering import tensors_of
 from ....torch_private.modules import batch_fetchers
 from .evaluations import LOGGED, REDUCED, Evaluation, Shown, is_compared, parsed
 from .record import Record
-from .wrapping import wrap
+from .wrapping import Call, wrap
 
 _GATHERING: Final = ("gather_for_metrics", "gather")
 #: Larger tensors that are reduced are no metrics.
@@ -107,23 +107,19 @@ class EvaluationRecorder:
         timer.daemon = True
         timer.start()
 
-    def _reading(self, fetch: Callable[..., object]) -> Callable[..., object]:
-        """Return a fetch of batches that notes evaluated data, and gives no training data after the last step."""
-
-        def read(fetcher: Any, index: object) -> object:
-            dataset = _of_script(fetcher.dataset)
-            if self.ends_pass(dataset):
-                self._num_left -= 1
-                if self._running is not None or not self._num_left:
-                    self._end()
-                raise StopIteration
-            evaluates = not _holds(self._trained, dataset) and (self._is_eval or not torch.is_grad_enabled())
-            self._read.append((dataset, evaluates))
-            if evaluates:
-                self._note_evaluated(dataset)
-            return fetch(fetcher, index)
-
-        return read
+    def _reading(self, fetch: Call, fetcher: Any, index: object) -> object:
+        """Fetch a batch: note evaluated data, and give no training data after the last step."""
+        dataset = _of_script(fetcher.dataset)
+        if self.ends_pass(dataset):
+            self._num_left -= 1
+            if self._running is not None or not self._num_left:
+                self._end()
+            raise StopIteration
+        evaluates = not _holds(self._trained, dataset) and (self._is_eval or not torch.is_grad_enabled())
+        self._read.append((dataset, evaluates))
+        if evaluates:
+            self._note_evaluated(dataset)
+        return fetch(fetcher, index)
 
     def _note_evaluated(self, dataset: object) -> None:
         if not self._reads_loader:
@@ -145,26 +141,20 @@ class EvaluationRecorder:
 
     # -- hooks -----------------------------------------------------------------------------------------
 
-    def _switching(self, train: Callable[..., object]) -> Callable[..., object]:
-        def switched(module: torch.nn.Module, mode: bool = True) -> object:
-            self._is_eval = not mode
-            is_trained = self._record.num_steps and any(p.requires_grad for p in module.parameters())
-            if is_trained and not mode and self._running is None:
-                self._reads_loader = False
-                self._begin_or_go_on()
-            return train(module, mode)
+    def _switching(self, train: Call, module: torch.nn.Module, mode: bool = True) -> object:
+        self._is_eval = not mode
+        is_trained = self._record.num_steps and any(p.requires_grad for p in module.parameters())
+        if is_trained and not mode and self._running is None:
+            self._reads_loader = False
+            self._begin_or_go_on()
+        return train(module, mode)
 
-        return switched
-
-    def _gathering(self, name: str, gather: Callable[..., object]) -> Callable[..., object]:
-        def gathered(*args: object, **kwargs: object) -> object:
-            result = gather(*args, **kwargs)
-            line = self._line_of(sys._getframe(1))
-            for number, tensor in enumerate(tensors_of(result)):
-                self._add_rows(f"{name} at line {line}" + (f", item {number}" if number else ""), line, tensor)
-            return result
-
-        return gathered
+    def _gathering(self, name: str, gather: Call, *args: object, **kwargs: object) -> object:
+        result = gather(*args, **kwargs)
+        line = self._line_of(sys._getframe(1))
+        for number, tensor in enumerate(tensors_of(result)):
+            self._add_rows(f"{name} at line {line}" + (f", item {number}" if number else ""), line, tensor)
+        return result
 
     def _add_rows(self, name: str, line: int, tensor: torch.Tensor) -> None:
         if self._running is None or tensor.is_complex():
@@ -176,43 +166,36 @@ class EvaluationRecorder:
         shown.numbers[0][0] += float(values.sum())
         shown.numbers[1][0] += float(values.square().sum())
 
-    def _reducing(self, reduce: Callable[..., object]) -> Callable[..., object]:
-        def reduced(*args: object, **kwargs: object) -> object:
-            result = reduce(*args, **kwargs)
-            tensors = tensors_of(result)
-            if self._running is not None and sum(tensor.numel() for tensor in tensors) <= _MOST_NUMBERS:
-                values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
-                line = self._line_of(sys._getframe(1))
-                self._add_numbers(f"{REDUCED}{line}", line, [[value, 0.0] for value in values])
-            return result
-
-        return reduced
-
-    def _logging(self, log: Callable[..., object]) -> Callable[..., object]:
-        def logged(accelerator: object, values: Mapping[str, Any], *args: object, **kwargs: object) -> object:
+    def _reducing(self, reduce: Call, *args: object, **kwargs: object) -> object:
+        result = reduce(*args, **kwargs)
+        tensors = tensors_of(result)
+        if self._running is not None and sum(tensor.numel() for tensor in tensors) <= _MOST_NUMBERS:
+            values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
             line = self._line_of(sys._getframe(1))
-            for key, value in values.items():
-                is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-                if is_number and is_compared(key):
-                    self._add_numbers(f"{LOGGED}{key}", line, [[float(value), 0.0]])
-            return log(accelerator, values, *args, **kwargs)
+            self._add_numbers(f"{REDUCED}{line}", line, [[value, 0.0] for value in values])
+        return result
 
-        return logged
+    def _logging(
+        self, log: Call, accelerator: object, values: Mapping[str, Any], *args: object, **kwargs: object
+    ) -> object:
+        line = self._line_of(sys._getframe(1))
+        for key, value in values.items():
+            is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if is_number and is_compared(key):
+                self._add_numbers(f"{LOGGED}{key}", line, [[float(value), 0.0]])
+        return log(accelerator, values, *args, **kwargs)
 
-    def _printing(self, is_method: bool, show: Callable[..., object]) -> Callable[..., object]:
-        def printed(*args: object, **kwargs: object) -> object:
-            if self._running is not None and not self._is_inside and kwargs.get("file") in (None, sys.stdout):
-                text, numbers = parsed(" ".join(map(str, args[is_method:])))
-                line = self._line_of(sys._getframe(1))
-                if numbers and line:
-                    self._add_numbers(f'printed "{text}"', line, numbers)
-            before, self._is_inside = self._is_inside, True
-            try:
-                return show(*args, **kwargs)
-            finally:
-                self._is_inside = before
-
-        return printed
+    def _printing(self, is_method: bool, show: Call, *args: object, **kwargs: object) -> object:
+        if self._running is not None and not self._is_inside and kwargs.get("file") in (None, sys.stdout):
+            text, numbers = parsed(" ".join(map(str, args[is_method:])))
+            line = self._line_of(sys._getframe(1))
+            if numbers and line:
+                self._add_numbers(f'printed "{text}"', line, numbers)
+        before, self._is_inside = self._is_inside, True
+        try:
+            return show(*args, **kwargs)
+        finally:
+            self._is_inside = before
 
     def _add_numbers(self, name: str, line: int, numbers: list[list[float]]) -> None:
         if self._running is not None:

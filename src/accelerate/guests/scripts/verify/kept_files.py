@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import hashlib
 import importlib
 import os
@@ -18,12 +17,14 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
 from ....accelerator import Accelerator
 from ....settings.env import read
+from .wrapping import Call, with_hook
 
 try:
     import fcntl
@@ -61,23 +62,23 @@ def keep_files(folder: Path) -> None:
     caches = [os.path.expanduser("~/.cache"), *filter(None, map(read, _CACHES))]
     mirror = _Mirror(str(folder / "files"), [str(folder.parent), *_SYSTEM, *caches])
     sys.dont_write_bytecode = True
-    functions: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
+    hooks: list[tuple[Any, str, Call]] = [
         (builtins, "open", mirror.opening),
         (os, "open", mirror.opening_descriptor),
         (os, "scandir", mirror.scanning),
         (os, "symlink", mirror.symlinking),
-        (os, "getcwd", lambda call: lambda: mirror.shown(call())),
+        (os, "getcwd", lambda call: mirror.shown(call())),
         (shutil, "rmtree", mirror.removing_tree),
     ]
     for owner, names, kinds in REDIRECTED:
         with contextlib.suppress(ImportError):
             module = importlib.import_module(owner) if isinstance(owner, str) else owner
-            functions += [(module, name, functools.partial(mirror.redirecting, kinds)) for name in names.split()]
+            hooks += [(module, name, partial(mirror.redirecting, kinds)) for name in names.split()]
     replaced: dict[int, Any] = {}
-    for owner, name, wrapped in functions:
+    for owner, name, hook in hooks:
         before = getattr(owner, name, None)
         if before is not None:
-            replaced[id(before)] = functools.wraps(before)(wrapped(before))
+            replaced[id(before)] = with_hook(before, hook)
             setattr(owner, name, replaced[id(before)])
     _replace_everywhere(replaced)
 
@@ -240,84 +241,60 @@ class _Mirror(threading.local):
         finally:
             self.is_inside = before
 
-    def redirecting(self, kinds: Mapping[str, str], call: Callable[..., object]) -> Callable[..., object]:
-        """Return a function with these kinds of paths, redirected."""
+    def redirecting(self, kinds: Mapping[str, str], call: Call, *args: object, **kwargs: object) -> object:
+        """Call a function with these kinds of paths, redirected."""
+        if self.is_inside or any(value is not None for key, value in kwargs.items() if key.endswith("dir_fd")):
+            return call(*args, **kwargs)
+        given = list(args)
+        for number, (name, kind) in enumerate(kinds.items()):
+            if kind and number < len(given):
+                given[number] = self.placed(given[number], kind)
+            elif kind and name in kwargs:
+                kwargs[name] = self.placed(kwargs[name], kind)
+        found = call(*given, **kwargs)
+        return self.shown(found) if isinstance(found, str) else found
 
-        def called(*args: object, **kwargs: object) -> object:
-            if self.is_inside or any(value is not None for key, value in kwargs.items() if key.endswith("dir_fd")):
-                return call(*args, **kwargs)
-            given = list(args)
-            for number, (name, kind) in enumerate(kinds.items()):
-                if kind and number < len(given):
-                    given[number] = self.placed(given[number], kind)
-                elif kind and name in kwargs:
-                    kwargs[name] = self.placed(kwargs[name], kind)
-            found = call(*given, **kwargs)
-            return self.shown(found) if isinstance(found, str) else found
+    def opening(self, call: Call, file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
+        """Call `open`, redirected."""
+        if len(args) < 6 and kwargs.get("opener") is None:  # which opens by `os.open`
+            kinds = {"x": _ENTRY, "w": _NEW, "a": _CHANGE, "+": _CHANGE}
+            file = self.placed(file, next((kind for sign, kind in kinds.items() if sign in mode), _READ))
+        return call(file, mode, *args, **kwargs)
 
-        return called
+    def opening_descriptor(self, call: Call, path: object, flags: int, *args: object, **kwargs: object) -> int:
+        """Call `os.open`, redirected."""
+        if kwargs.get("dir_fd") is None:
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            kind = _ENTRY if flags & os.O_EXCL else _CHANGE if writes else _READ
+            path = self.placed(path, kind)
+        return call(path, flags, *args, **kwargs)
 
-    def opening(self, call: Callable[..., object]) -> Callable[..., object]:
-        """Return `open`, redirected."""
+    def scanning(self, call: Call, path: object = ".") -> object:
+        """Call `os.scandir`, redirected: an entry that hasn't changed is the original's."""
+        place = self.placed(path, _READ)
+        if not isinstance(place, str) or not self._is_own(place):
+            return call(place)
+        original = self.shown(place)
+        with self._inside():
+            unchanged = {one.name: one for one in call(original)} if os.path.isdir(original) else {}
+            return _Entries(
+                unchanged.get(one.name, one) if _target(one.path) == os.path.join(original, one.name) else one
+                for one in list(call(place))
+            )
 
-        def opened(file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
-            if len(args) < 6 and kwargs.get("opener") is None:  # which opens by `os.open`
-                kinds = {"x": _ENTRY, "w": _NEW, "a": _CHANGE, "+": _CHANGE}
-                file = self.placed(file, next((kind for sign, kind in kinds.items() if sign in mode), _READ))
-            return call(file, mode, *args, **kwargs)
+    def symlinking(self, call: Call, src: str | bytes, dst: str | bytes, *args: object, **kwargs: object) -> None:
+        """Call `os.symlink`, redirected: the link of a script points into the mirror."""
+        place = dst if kwargs.get("dir_fd") is not None else self.placed(dst, _ENTRY)
+        if place is not dst:
+            folder = os.path.dirname(os.path.abspath(os.fsdecode(dst)))
+            src = self._root + self.shown(os.path.abspath(os.path.join(folder, os.fsdecode(src))))
+        call(src, place, *args, **kwargs)
 
-        return opened
-
-    def opening_descriptor(self, call: Callable[..., int]) -> Callable[..., int]:
-        """Return `os.open`, redirected."""
-
-        def opened(path: object, flags: int, *args: object, dir_fd: int | None = None, **kwargs: object) -> int:
-            if dir_fd is None:
-                writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                kind = _ENTRY if flags & os.O_EXCL else _CHANGE if writes else _READ
-                path = self.placed(path, kind)
-            return call(path, flags, *args, dir_fd=dir_fd, **kwargs)
-
-        return opened
-
-    def scanning(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `os.scandir`, redirected: an entry that hasn't changed is the original's."""
-
-        def scanned(path: object = ".") -> object:
-            place = self.placed(path, _READ)
-            if not isinstance(place, str) or not self._is_own(place):
-                return call(place)
-            original = self.shown(place)
-            with self._inside():
-                unchanged = {one.name: one for one in call(original)} if os.path.isdir(original) else {}
-                return _Entries(
-                    unchanged.get(one.name, one) if _target(one.path) == os.path.join(original, one.name) else one
-                    for one in list(call(place))
-                )
-
-        return scanned
-
-    def symlinking(self, call: Callable[..., None]) -> Callable[..., None]:
-        """Return `os.symlink`, redirected: the link of a script points into the mirror."""
-
-        def linked(src: str | bytes, dst: str | bytes, *args: object, **kwargs: object) -> None:
-            place = dst if kwargs.get("dir_fd") is not None else self.placed(dst, _ENTRY)
-            if place is not dst:
-                folder = os.path.dirname(os.path.abspath(os.fsdecode(dst)))
-                src = self._root + self.shown(os.path.abspath(os.path.join(folder, os.fsdecode(src))))
-            call(src, place, *args, **kwargs)
-
-        return linked
-
-    def removing_tree(self, call: Callable[..., None]) -> Callable[..., None]:
-        """Return `shutil.rmtree`, redirected."""
-
-        def removed(path: object, *args: object, **kwargs: object) -> None:
-            place = self.placed(path, _REMOVE)
-            with self._inside():
-                call(place, *args, **kwargs)
-
-        return removed
+    def removing_tree(self, call: Call, path: object, *args: object, **kwargs: object) -> None:
+        """Call `shutil.rmtree`, redirected."""
+        place = self.placed(path, _REMOVE)
+        with self._inside():
+            call(place, *args, **kwargs)
 
 
 @final

@@ -33,7 +33,11 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
     recorder = Recorder(folder, script, conditions, datasets)
     surroundings.apply(conditions, folder, script, datasets)
     recorder.install()  # outside of the conditions, so that it sees what the script itself gives
-    wrap(torch.multiprocessing, "spawn", partial(_spawning, folder, script))
+    wrap(  # its processes are observed too
+        torch.multiprocessing,
+        "spawn",
+        lambda spawn, fn, args=(), *rest, **kwargs: spawn(_observed, (folder, script, fn, *args), *rest, **kwargs),
+    )
     try:
         yield
     except BaseException as error:  # also SystemExit: a script may end its evaluation by it
@@ -48,11 +52,6 @@ def observing(folder: Path, script: Path) -> Iterator[None]:
                 (folder / REFUSAL).write_text(str(error))
             raise
     recorder.write()
-
-
-def _spawning(folder: Path, script: Path, spawn: Callable[..., object]) -> Callable[..., object]:
-    """Return `spawn` with processes that are observed too."""
-    return lambda fn, args=(), *rest, **kwargs: spawn(_observed, (folder, script, fn, *args), *rest, **kwargs)
 
 
 def _observed(index: int, folder: Path, script: Path, function: Callable[..., object], *args: object) -> None:

@@ -7,7 +7,8 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -27,7 +28,7 @@ from .conditions import Conditions
 from .evaluation_recorder import EvaluationRecorder
 from .moments import Places
 from .record import Moments, Record, Step
-from .wrapping import end_with_others, is_of_script, trainer_of, wrap
+from .wrapping import Call, caller, end_with_others, is_of_script, trainer_of, wrap
 
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
 _BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -85,9 +86,9 @@ class Recorder:
         wrap(DataLoader, "__iter__", self._beginning)
         wrap(Accelerator, "__init__", self._with_accelerator)
         for call, name in _CALLS.items():
-            wrap(Accelerator, call, self._using(name))
+            wrap(Accelerator, call, partial(self._using, name))
         wrap(Accelerator, "prepare_model", self._preparing)
-        wrap(torch.distributed, "init_process_group", self._using("group"))
+        wrap(torch.distributed, "init_process_group", partial(self._using, "group"))
         if self._conditions.evaluates:
             self._evaluations.install()
         if self._conditions.keeps_tensors:
@@ -96,157 +97,124 @@ class Recorder:
             wrap(Accelerator, "clip_grad_norm_", self._clipping)
             by_index, of_stream = batch_fetchers()
             wrap(by_index, "fetch", self._fetching)
-            wrap(of_stream, "fetch", self._using("stream"))
+            wrap(of_stream, "fetch", partial(self._using, "stream"))
             wrap(PreparedLoader, "__iter__", self._resuming)
             wrap(torch.nn.Module, "__init__", self._numbering)
             wrap(torch.nn.parallel.DistributedDataParallel, "forward", self._forwarding)
 
-    def _numbering(self, make: Callable[..., object]) -> Callable[..., object]:
-        def made(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
-            make(module, *args, **kwargs)
-            self._made.setdefault(module, self._num_made)
-            self._num_made += 1
+    def _numbering(self, make: Call, module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        make(module, *args, **kwargs)
+        self._made.setdefault(module, self._num_made)
+        self._num_made += 1
 
-        return made
+    def _forwarding(
+        self, forward: Call, replica: torch.nn.parallel.DistributedDataParallel, *args: object, **kwargs: object
+    ) -> object:
+        self._reduces |= replica.require_backward_grad_sync and torch.is_grad_enabled()
+        return forward(replica, *args, **kwargs)
 
-    def _forwarding(self, forward: Callable[..., object]) -> Callable[..., object]:
-        def forwarded(replica: torch.nn.parallel.DistributedDataParallel, *args: object, **kwargs: object) -> object:
-            self._reduces |= replica.require_backward_grad_sync and torch.is_grad_enabled()
-            return forward(replica, *args, **kwargs)
+    def _scaling(self, scale: Call, scaler: torch.amp.GradScaler, outputs: object) -> object:
+        result = scale(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(result, torch.Tensor):
+            self._unscaled[result] = (outputs,)
+        return result
 
-        return forwarded
-
-    def _scaling(self, scale: Callable[..., object]) -> Callable[..., object]:
-        def scaled(scaler: torch.amp.GradScaler, outputs: object) -> object:
-            result = scale(scaler, outputs)
-            if isinstance(outputs, torch.Tensor) and isinstance(result, torch.Tensor):
-                self._unscaled[result] = (outputs,)
-            return result
-
-        return scaled
-
-    def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
-        def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-            if self._depth == 0:  # not when activation checkpointing recomputes a part
-                self._evaluations.note_backward()
-                given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                each = [self._unscaled.get(tensor) or (tensor,) for tensor in given]
-                self._record.losses.append(sum(float(tensor.detach().double().mean()) for (tensor,) in each))
-                if "Trainer" in self._record.uses:  # it reads all batches of an update before the first pass
-                    self._read.extend(self._fetched)
-                elif not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
-                    self._read.append(self._batch)
-                self._fetched.clear()
-                self._num_reductions += self._reduces
-                self._reduces = False
-                self._line = self._line_of(sys._getframe(1))
-                self._note_draws()
-            self._depth += 1
-            try:
-                backward(tensors, *args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        return recorded
+    def _recording(
+        self, backward: Call, tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+    ) -> None:
+        if self._depth == 0:  # not when activation checkpointing recomputes a part
+            self._evaluations.note_backward()
+            given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            each = [self._unscaled.get(tensor) or (tensor,) for tensor in given]
+            self._record.losses.append(sum(float(tensor.detach().double().mean()) for (tensor,) in each))
+            if "Trainer" in self._record.uses:  # it reads all batches of an update before the first pass
+                self._read.extend(self._fetched)
+            elif not self._read or self._read[-1] is not self._batch:  # a pipeline's batch has several passes
+                self._read.append(self._batch)
+            self._fetched.clear()
+            self._num_reductions += self._reduces
+            self._reduces = False
+            self._line = self._line_of(sys._getframe(1))
+            self._note_draws()
+        self._depth += 1
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def _note_draws(self) -> None:
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
         self._record.draws |= self._random_state not in (None, state)
         self._random_state = state
 
-    def _noting(self, enter: Callable[..., object]) -> Callable[..., object]:
-        def noting(context: object) -> object:
-            entered = enter(context)
-            self._record.is_rounded |= torch.is_autocast_enabled("cpu")
-            return entered
+    def _noting(self, enter: Call, context: object) -> object:
+        entered = enter(context)
+        self._record.is_rounded |= torch.is_autocast_enabled("cpu")
+        return entered
 
-        return noting
+    def _making(self, make: Call, *args: object, **kwargs: object) -> None:
+        given = kwargs.get("batch_sampler", args[5] if len(args) > 5 else None)
+        dataset = kwargs.get("dataset", args[1] if len(args) > 1 else None)
+        if is_of_script(caller()):
+            if given is not None:
+                self._use("batch sampler")
+            if not any(each is dataset for each in self._datasets):
+                self._datasets.append(dataset)
+        make(*args, **kwargs)
 
-    def _making(self, make: Callable[..., None]) -> Callable[..., None]:
-        def made(*args: object, **kwargs: object) -> None:
-            given = kwargs.get("batch_sampler", args[5] if len(args) > 5 else None)
-            dataset = kwargs.get("dataset", args[1] if len(args) > 1 else None)
-            if is_of_script(sys._getframe(1)):
-                if given is not None:
-                    self._use("batch sampler")
-                if not any(each is dataset for each in self._datasets):
-                    self._datasets.append(dataset)
-            make(*args, **kwargs)
-
-        return made
-
-    def _beginning(self, begin: Callable[..., object]) -> Callable[..., object]:
-        def beginning(loader: object) -> object:
-            self._random_state = None  # the order of a shuffled pass is drawn when it begins
-            self._evaluations.begin_pass()
-            return begin(loader)
-
-        return beginning
+    def _beginning(self, begin: Call, loader: object) -> object:
+        self._random_state = None  # the order of a shuffled pass is drawn when it begins
+        self._evaluations.begin_pass()
+        return begin(loader)
 
     def _use(self, name: str) -> None:
         if name not in self._record.uses:
             self._record.uses.append(name)
 
-    def _using(self, name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-        def wrapped(call: Callable[..., object]) -> Callable[..., object]:
-            def called(*args: object, **kwargs: object) -> object:
+    def _using(self, name: str, call: Call, *args: object, **kwargs: object) -> object:
+        self._use(name)
+        return call(*args, **kwargs)
+
+    def _with_accelerator(self, make: Call, accelerator: Accelerator, *args: object, **kwargs: Any) -> None:
+        self._use("Accelerator")
+        if trainer_of(sys._getframe(1)) is not None:
+            self._use("Trainer")
+        for axis, name in (("tp", "tensor plan"), ("ep", "expert plan")):
+            handler = getattr(kwargs.get("parallelism_config"), f"{axis}_handler", None)
+            if getattr(handler, "plan", None):
                 self._use(name)
-                return call(*args, **kwargs)
+        make(accelerator, *args, **kwargs)
+        self._accelerators.append(accelerator)
 
-            return called
+    def _preparing(
+        self, prepare: Call, accelerator: Accelerator, model: torch.nn.Module, *args: object, **kwargs: object
+    ) -> object:
+        if getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None):
+            self._use("tensor plan")
+        return prepare(accelerator, model, *args, **kwargs)
 
-        return wrapped
+    def _fetching(self, fetch: Call, fetcher: object, index: object) -> object:
+        indices = getattr(index, "indices", index)  # those with a seed for each sample
+        if isinstance(indices, list):
+            self._batch = [one if isinstance(one, int) else int(one) for one in indices]
+            self._fetched.append(self._batch)
+            if self._conditions.reorders and index is indices:
+                index = indices[::-1]
+        return fetch(fetcher, index)
 
-    def _with_accelerator(self, make: Callable[..., object]) -> Callable[..., object]:
-        def made(accelerator: Accelerator, *args: object, **kwargs: Any) -> None:
-            self._use("Accelerator")
-            if trainer_of(sys._getframe(1)) is not None:
-                self._use("Trainer")
-            for axis, name in (("tp", "tensor plan"), ("ep", "expert plan")):
-                handler = getattr(kwargs.get("parallelism_config"), f"{axis}_handler", None)
-                if getattr(handler, "plan", None):
-                    self._use(name)
-            make(accelerator, *args, **kwargs)
-            self._accelerators.append(accelerator)
-
-        return made
-
-    def _preparing(self, prepare: Callable[..., object]) -> Callable[..., object]:
-        def prepared(accelerator: Accelerator, model: torch.nn.Module, *args: object, **kwargs: object) -> object:
-            if getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None):
-                self._use("tensor plan")
-            return prepare(accelerator, model, *args, **kwargs)
-
-        return prepared
-
-    def _fetching(self, fetch: Callable[..., object]) -> Callable[..., object]:
-        def fetched(fetcher: object, index: object) -> object:
-            indices = getattr(index, "indices", index)  # those with a seed for each sample
-            if isinstance(indices, list):
-                self._batch = [one if isinstance(one, int) else int(one) for one in indices]
-                self._fetched.append(self._batch)
-                if self._conditions.reorders and index is indices:
-                    index = indices[::-1]
-            return fetch(fetcher, index)
-
-        return fetched
-
-    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clipped(*args: object, **kwargs: object) -> Any:
-            if self._depth:
-                return clip(*args, **kwargs)
-            self._depth += 1
-            try:
-                if self._before_clipping is None:
-                    self._before_clipping = self._gradients_now()
-                norm = clip(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            self._num_clips += 1
-            self._norm = float(norm) if isinstance(norm, (int, float, torch.Tensor)) else None
-            return norm
-
-        return clipped
+    def _clipping(self, clip: Call, *args: object, **kwargs: object) -> Any:
+        if self._depth:
+            return clip(*args, **kwargs)
+        self._depth += 1
+        try:
+            if self._before_clipping is None:
+                self._before_clipping = self._gradients_now()
+            norm = clip(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        self._num_clips += 1
+        self._norm = float(norm) if isinstance(norm, (int, float, torch.Tensor)) else None
+        return norm
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -413,24 +381,21 @@ class Recorder:
 
     # -- stop and resume -------------------------------------------------------------------------------
 
-    def _resuming(self, iterate: Callable[..., Iterator[object]]) -> Callable[..., object]:
-        def iterated(loader: object) -> Iterator[object]:
-            if not self._is_resumed:
-                self._is_resumed = True
-                self._accelerators[-1].load_state(self._conditions.resumes_from)
-            this_pass = object()
-            self._passes.append(this_pass)
-            try:
-                for batch in iterate(loader):
-                    yield batch
-                    if self._evaluations.ends_pass(getattr(loader, "dataset", None)):
-                        break
-                    if self._passes[0] is this_pass:
-                        self._stop()
-            finally:
-                self._passes.remove(this_pass)
-
-        return iterated
+    def _resuming(self, iterate: Call, loader: object) -> Iterator[object]:
+        if not self._is_resumed:
+            self._is_resumed = True
+            self._accelerators[-1].load_state(self._conditions.resumes_from)
+        this_pass = object()
+        self._passes.append(this_pass)
+        try:
+            for batch in iterate(loader):
+                yield batch
+                if self._evaluations.ends_pass(getattr(loader, "dataset", None)):
+                    break
+                if self._passes[0] is this_pass:
+                    self._stop()
+        finally:
+            self._passes.remove(this_pass)
 
     def _stop(self) -> None:
         """Save the run and end it, if it has trained enough; a pass inside of another one couldn't be resumed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -24,7 +24,7 @@ from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
 from .conditions import Conditions
 from .kept_files import keep_files
-from .wrapping import caller, is_of_script, trainer_of, wrap
+from .wrapping import Call, caller, is_of_script, trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
 _LAYERS: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
@@ -50,7 +50,7 @@ def apply(conditions: Conditions, folder: Path, script: Path, datasets: list[obj
     if conditions.dtype:
         _compute_in(getattr(torch, conditions.dtype))
     if conditions.noise:
-        wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise))
+        wrap(Accelerator, "prepare_model", partial(_with_noise, conditions.noise, torch.Generator().manual_seed(0)))
     keep_files(folder)
     _without_cuda(script)
 
@@ -58,51 +58,51 @@ def apply(conditions: Conditions, folder: Path, script: Path, datasets: list[obj
 def _leave_out_dropout() -> None:
     for name in _DROPOUTS:
         # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
-        wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
-    wrap(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+        wrap(torch.nn.functional, name, lambda _, input, *__, **___: input)
+    wrap(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda attention, query, key, value, attn_mask=None, dropout_p=0.0, *rest, **kwargs: attention(
+            query, key, value, attn_mask, 0.0, *rest, **kwargs
+        ),
+    )
     wrap(torch.nn.RNNBase, "__init__", _without_layer_dropout)  # its own, between layers
 
 
-def _without_layer_dropout(make: Callable[..., None]) -> Callable[..., None]:
-    def made(layers: torch.nn.RNNBase, *args: object, **kwargs: object) -> None:
-        make(layers, *args, **kwargs)
-        layers.dropout = 0.0
-
-    return made
-
-
-def _without_dropout(attention: Callable[..., object]) -> Callable[..., object]:
-    return lambda query, key, value, attn_mask=None, dropout_p=0.0, *rest, **kwargs: attention(
-        query, key, value, attn_mask, 0.0, *rest, **kwargs
-    )
+def _without_layer_dropout(make: Call, layers: torch.nn.RNNBase, *args: object, **kwargs: object) -> None:
+    make(layers, *args, **kwargs)
+    layers.dropout = 0.0
 
 
 def _with_full_batches(
-    conditions: Conditions, datasets: list[object], make: Callable[..., object]
-) -> Callable[..., object]:
-    """Return a loader constructor with batches that can be shared, without the incomplete last one of a pass.
+    conditions: Conditions,
+    datasets: list[object],
+    make: Call,
+    loader: object,
+    dataset: Sized,
+    batch_size: int | None = 1,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Make a loader with batches that can be shared, without the incomplete last one of a pass.
 
     Loaders for evaluation keep the last batch, and aren't divided into micro-batches.
     """
-
-    def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
-        evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
-        is_given = is_of_script(caller())  # prepare() makes others from it, whose batches are divided already
-        num_used = 0
-        if is_given and batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
-            own = conditions.num_shares if conditions.divides_itself else 1
-            batch_size += -batch_size % (conditions.multiple // own)
-            with contextlib.suppress(TypeError):  # a stream has no length
-                if len(dataset) >= batch_size and not evaluates:
-                    kwargs["drop_last"], num_used = True, len(dataset) // batch_size * batch_size
-            batch_size //= (1 if evaluates else conditions.num_parts) * conditions.num_shares // own
-        if (conditions.keeps_tensors or conditions.evaluates) and len(args) < 4:  # samples are noted in this process
-            kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
-        make(loader, dataset, batch_size, *args, **kwargs)
-        if num_used:
-            _use_first(getattr(loader, "sampler", None), num_used)
-
-    return made
+    evaluates = any(datasets[number] is dataset for number in conditions.evaluated if number < len(datasets))
+    is_given = is_of_script(caller())  # prepare() makes others from it, whose batches are divided already
+    num_used = 0
+    if is_given and batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
+        own = conditions.num_shares if conditions.divides_itself else 1
+        batch_size += -batch_size % (conditions.multiple // own)
+        with contextlib.suppress(TypeError):  # a stream has no length
+            if len(dataset) >= batch_size and not evaluates:
+                kwargs["drop_last"], num_used = True, len(dataset) // batch_size * batch_size
+        batch_size //= (1 if evaluates else conditions.num_parts) * conditions.num_shares // own
+    if (conditions.keeps_tensors or conditions.evaluates) and len(args) < 4:  # samples are noted in this process
+        kwargs.update(num_workers=0, prefetch_factor=None, persistent_workers=False)
+    make(loader, dataset, batch_size, *args, **kwargs)
+    if num_used:
+        _use_first(getattr(loader, "sampler", None), num_used)
 
 
 def _use_first(sampler: object, num_samples: int) -> None:
@@ -113,51 +113,43 @@ def _use_first(sampler: object, num_samples: int) -> None:
         RandomSampler.__init__(sampler, sampler.data_source, num_samples=num_samples, generator=sampler.generator)
 
 
-def _in_updates(num_parts: int, length: Callable[[object], int]) -> Callable[[object], int]:
-    """Return a length of loaders that is, for the script, the number of updates."""
-
-    def counted(loader: object) -> int:
-        return length(loader) // (num_parts if is_of_script(sys._getframe(1)) else 1)
-
-    return counted
+def _in_updates(num_parts: int, length: Call, loader: object) -> int:
+    """Return the length of a loader, which is for the script the number of updates."""
+    return length(loader) // (num_parts if is_of_script(caller()) else 1)
 
 
-def _under(conditions: Conditions, folder: Path, make: Callable[..., object]) -> Callable[..., object]:
-    """Return a constructor of Accelerators with the conditions, whose project is in `folder`."""
-
-    def made(accelerator: object, *args: object, **kwargs: Any) -> None:
-        if conditions.splits_batches:
-            given = kwargs.get("dataloader_config")
-            configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
-            configuration.split_batches = conditions.num_shares == 1 and read("WORLD_SIZE", "1") != "1"
-            kwargs["dataloader_config"] = configuration
-        if conditions.num_parts > 1:
-            plugin, trainer = kwargs.get("gradient_accumulation_plugin"), trainer_of(sys._getframe(1))
-            if trainer is not None:  # it counts its micro-batches, and divides by their number, itself
-                trainer.args.gradient_accumulation_steps *= conditions.num_parts
-            elif plugin is not None:
-                plugin.num_steps *= conditions.num_parts
-            else:
-                name = "gradient_accumulation_steps"
-                kwargs[name] = kwargs.get(name, 1) * conditions.num_parts
-        if conditions.recomputes:
-            own = kwargs.get("kwargs_handlers") or ()
-            kwargs["kwargs_handlers"] = [*own, ActivationCheckpointing(modules=list(_LAYERS))]
-        if conditions.dtype or conditions.mixed_precision:
-            kwargs["mixed_precision"] = conditions.mixed_precision or "no"
-        if conditions.batch_parts:
-            kwargs["batch_parts"] = conditions.batch_parts
-        if conditions.keeps_tensors:
-            kwargs["parallelism_config"] = _mesh_of(conditions, kwargs.get("parallelism_config"))
-            if not conditions.shards:
-                kwargs.pop("fsdp_plugin", None)
-            if kwargs.get("project_dir") is not None:
-                kwargs["project_dir"] = str(folder / "project")
-            if kwargs.get("project_config") is not None:
-                kwargs["project_config"].set_directories(str(folder / "project"))
-        make(accelerator, *args, **kwargs)
-
-    return made
+def _under(conditions: Conditions, folder: Path, make: Call, accelerator: object, *args: object, **kwargs: Any) -> None:
+    """Make an Accelerator with the conditions, whose project is in `folder`."""
+    if conditions.splits_batches:
+        given = kwargs.get("dataloader_config")
+        configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
+        configuration.split_batches = conditions.num_shares == 1 and read("WORLD_SIZE", "1") != "1"
+        kwargs["dataloader_config"] = configuration
+    if conditions.num_parts > 1:
+        plugin, trainer = kwargs.get("gradient_accumulation_plugin"), trainer_of(sys._getframe(1))
+        if trainer is not None:  # it counts its micro-batches, and divides by their number, itself
+            trainer.args.gradient_accumulation_steps *= conditions.num_parts
+        elif plugin is not None:
+            plugin.num_steps *= conditions.num_parts
+        else:
+            name = "gradient_accumulation_steps"
+            kwargs[name] = kwargs.get(name, 1) * conditions.num_parts
+    if conditions.recomputes:
+        own = kwargs.get("kwargs_handlers") or ()
+        kwargs["kwargs_handlers"] = [*own, ActivationCheckpointing(modules=list(_LAYERS))]
+    if conditions.dtype or conditions.mixed_precision:
+        kwargs["mixed_precision"] = conditions.mixed_precision or "no"
+    if conditions.batch_parts:
+        kwargs["batch_parts"] = conditions.batch_parts
+    if conditions.keeps_tensors:
+        kwargs["parallelism_config"] = _mesh_of(conditions, kwargs.get("parallelism_config"))
+        if not conditions.shards:
+            kwargs.pop("fsdp_plugin", None)
+        if kwargs.get("project_dir") is not None:
+            kwargs["project_dir"] = str(folder / "project")
+        if kwargs.get("project_config") is not None:
+            kwargs["project_config"].set_directories(str(folder / "project"))
+    make(accelerator, *args, **kwargs)
 
 
 def _accumulate_more(num_parts: int) -> None:
@@ -184,38 +176,33 @@ def _compute_in(dtype: torch.dtype) -> None:
     """Make parameters, and what loaders return, of `dtype`, and leave autocast without effect."""
     torch.set_default_dtype(dtype)
 
-    def casting(fetch: Callable[..., object]) -> Callable[..., object]:
-        return lambda *args, **kwargs: recursively_apply(_to(dtype), fetch(*args, **kwargs))
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     for fetcher in batch_fetchers():
-        wrap(fetcher, "fetch", casting)
+        wrap(fetcher, "fetch", lambda fetch, *args: recursively_apply(cast, fetch(*args)))
     wrap(
         Accelerator,
         "prepare_model",
-        lambda prepare: lambda self, model, *args, **kwargs: prepare(self, model.to(dtype), *args, **kwargs),
+        lambda prepare, self, model, *args, **kwargs: prepare(self, model.to(dtype), *args, **kwargs),
     )
-    wrap(
-        torch.autocast,
-        "__init__",
-        lambda make: lambda self, *args, **kwargs: make(self, *args, **{**kwargs, "enabled": False}),
-    )
+    wrap(torch.autocast, "__init__", lambda make, *args, **kwargs: make(*args, **{**kwargs, "enabled": False}))
 
 
-def _with_noise(noise: float, prepare: Callable[..., object]) -> Callable[..., object]:
-    """Return a `prepare_model` that changes each parameter by a random part of its value, at most `noise`."""
-    generator = torch.Generator().manual_seed(0)
-
-    @torch.no_grad()
-    def prepared(accelerator: object, model: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        for parameter in model.parameters():
-            parameter.mul_(1 + noise * (2 * torch.rand(parameter.shape, generator=generator) - 1))
-        return prepare(accelerator, model, *args, **kwargs)
-
-    return prepared
-
-
-def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+@torch.no_grad()
+def _with_noise(
+    noise: float,
+    generator: torch.Generator,
+    prepare: Call,
+    accelerator: object,
+    model: torch.nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Prepare a model, after a change of each parameter by a random part of its value, at most `noise`."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + noise * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+    return prepare(accelerator, model, *args, **kwargs)
 
 
 @final
@@ -251,20 +238,25 @@ def _without_cuda(script: Path) -> None:
         return
     _OnHost().__enter__()
     for name in ("set_device", "synchronize"):
-        wrap(torch.cuda, name, lambda _: lambda *_, **__: None)
-    wrap(torch.cuda, "current_device", lambda _: lambda: 0)
-    wrap(torch.nn.Module, "cuda", lambda _: lambda module, *_, **__: module)
-    wrap(torch.nn.Module, "to", _moving)
-    wrap(torch, "load", lambda load: lambda *args, **kwargs: load(*args[:1], **{**kwargs, "map_location": "cpu"}))
+        wrap(torch.cuda, name, lambda *_, **__: None)
+    wrap(torch.cuda, "current_device", lambda _: 0)
+    wrap(torch.nn.Module, "cuda", lambda _, module, *__, **___: module)
+    wrap(  # also the number of a GPU
+        torch.nn.Module,
+        "to",
+        lambda move, module, *args, **kwargs: move(module, *map(_on_host, args), **_options_on_host(kwargs)),
+    )
+    wrap(torch, "load", lambda load, *args, **kwargs: load(*args[:1], **{**kwargs, "map_location": "cpu"}))
     wrap(torch.distributed, "init_process_group", _through_gloo)
-    wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _without_device_ids)
+    wrap(
+        torch.nn.parallel.DistributedDataParallel,
+        "__init__",
+        lambda make, ddp, module, device_ids=None, output_device=None, *rest, **options: make(
+            ddp, module, None, None, *rest, **options
+        ),
+    )
     if "torch.device(" in script.read_text(encoding="utf-8", errors="replace"):
         setattr(torch, "device", _host_devices(torch.device))  # noqa: B010  (a type in its declaration)
-
-
-def _moving(move: Callable[..., object]) -> Callable[..., object]:
-    """Return a `Module.to` that takes the number of a GPU."""
-    return lambda module, *args, **kwargs: move(module, *map(_on_host, args), **_options_on_host(kwargs))
 
 
 def _host_devices(device: type[torch.device]) -> type:
@@ -282,13 +274,5 @@ def _host_devices(device: type[torch.device]) -> type:
     return OnHost("device", (), {})
 
 
-def _through_gloo(begin: Callable[..., object]) -> Callable[..., object]:
-    return lambda backend=None, *args, **kwargs: begin(
-        "gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None}
-    )
-
-
-def _without_device_ids(make: Callable[..., object]) -> Callable[..., object]:
-    return lambda ddp, module, device_ids=None, output_device=None, *rest, **options: make(
-        ddp, module, None, None, *rest, **options
-    )
+def _through_gloo(begin: Call, backend: str | None = None, *args: object, **kwargs: object) -> object:
+    return begin("gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None})

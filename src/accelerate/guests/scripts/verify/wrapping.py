@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
+
+#: A function that a hook replaces, and calls in its turn.
+Call: TypeAlias = Callable[..., Any]
 
 
 def main_program(source: Path, words: list[str]) -> Callable[[], None]:
@@ -42,10 +45,19 @@ def end_with_others(folder: Path, pattern: str, num_processes: int, seconds: flo
     os._exit(0)
 
 
-def wrap(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function or method of `owner` by `wrapped(function)`."""
-    before: Callable[..., Any] = getattr(owner, name)
-    setattr(owner, name, functools.wraps(before)(wrapped(before)))
+def with_hook(function: Call, hook: Call) -> Call:
+    """Return a function that calls `hook` with `function` and its own arguments."""
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        return hook(function, *args, **kwargs)
+
+    return called
+
+
+def wrap(owner: object, name: str, hook: Call) -> None:
+    """Replace a function or method of `owner` by one that calls `hook` with it and the arguments."""
+    setattr(owner, name, with_hook(getattr(owner, name), hook))
 
 
 def caller() -> FrameType:
