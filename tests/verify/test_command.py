@@ -13,10 +13,9 @@ import pytest
 
 from accelerate.guests.scripts.verify.findings import CODES, Finding, distance, together
 from accelerate.guests.scripts.verify.layouts import chosen
-from accelerate.guests.scripts.verify.page import as_html
 from accelerate.guests.scripts.verify.prove import Outcome, Proof
 from accelerate.guests.scripts.verify.record import Moments
-from accelerate.guests.scripts.verify.report import as_json
+from accelerate.guests.scripts.verify.report import as_html, as_json
 from accelerate.guests.scripts.verify_command import main
 from tests.python_path import python_path
 from tests.slow import slow_for

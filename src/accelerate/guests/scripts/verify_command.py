@@ -49,9 +49,8 @@ def verify_command(args: argparse.Namespace) -> int:
     """Run the layouts, print the table, and return 0 (all agree), 1 (one differs) or 2 (one couldn't be run)."""
     from .verify.findings import CODES
     from .verify.layouts import chosen
-    from .verify.page import as_html
     from .verify.prove import prove
-    from .verify.report import as_json, as_text
+    from .verify.report import as_html, as_json, as_text
     from .verify.runs import VerificationError
 
     if args.explain:

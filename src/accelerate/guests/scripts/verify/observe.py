@@ -20,7 +20,7 @@ import torch.multiprocessing
 
 from ....errors import PreparationError
 from . import surroundings
-from .conditions import REFUSAL, Conditions
+from .record import REFUSAL, Conditions
 from .recorder import Recorder
 from .wrapping import main_program, wrap
 

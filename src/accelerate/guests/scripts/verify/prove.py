@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from .conditions import Conditions
 from .findings import BASES, Bounds, Finding, History, excesses_of, first_difference, notes_on
 from .layouts import Layout, accumulating
-from .record import Record
+from .record import Conditions, Record
 from .runs import LayoutRefused, Runs, VerificationError
 
 #: A batch of as many samples can be shared by four processes, or cut into four parts.

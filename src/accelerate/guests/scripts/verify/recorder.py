@@ -24,10 +24,9 @@ from ....data_loader import PreparedLoader
 from ....parallel.rebind import canonical_name
 from ....torch_private.modules import batch_fetchers
 from ....training.optimizer import AcceleratedOptimizer
-from .conditions import Conditions
 from .evaluation_recorder import EvaluationRecorder
 from .moments import Places
-from .record import Moments, Record, Step
+from .record import Conditions, Moments, Record, Step
 from .wrapping import Call, caller, end_with_others, is_of_script, trainer_of, wrap
 
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of

@@ -11,18 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 from ....distributed import watchdog
 from ....errors import AccelerateError
 from ....ports import get_free_port
 from ....settings.env import snapshot
-from .evaluations import differences
-
-if TYPE_CHECKING:
-    from .conditions import Conditions
-    from .evaluations import Evaluation
-    from .record import Record
+from .evaluations import Evaluation, differences
+from .record import REFUSAL, Conditions, Record
 
 ORIGINAL: Final = "original"
 #: The tolerance relative to the larger value: on one process, on two, and with 16-bit rounding.
@@ -77,7 +73,7 @@ class Run:
     draws: bool = False
     normalizes: bool = False
     is_rounded: bool = False
-    evaluations: dict[int, list[Evaluation]] = field(default_factory=dict[int, "list[Evaluation]"])
+    evaluations: dict[int, list[Evaluation]] = field(default_factory=dict[int, list[Evaluation]])
     failure: str = ""
 
     @classmethod
@@ -167,8 +163,6 @@ class Runs:
 
         The first run shows whether the script evaluates. If it does, it runs again with whole evaluations.
         """
-        from .conditions import Conditions
-
         if self._conditions is not None:
             conditions = replace(self._conditions, splits_batches=splits)
             return self.observe_under(conditions, title, source, ranks, by_hand=by_hand)
@@ -196,9 +190,6 @@ class Runs:
             flags: of `accelerate launch`.
             by_hand: the script makes a process group itself, and is started by torchrun.
         """
-        from .conditions import REFUSAL
-        from .record import Record
-
         self._count += 1
         folder = self.folder / f"run_{self._count}"
         folder.mkdir()

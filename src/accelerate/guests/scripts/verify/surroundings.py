@@ -22,8 +22,8 @@ from ....plugins.parallelism import ParallelismConfig
 from ....plugins.recompute import ActivationCheckpointing
 from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
-from .conditions import Conditions
 from .kept_files import keep_files
+from .record import Conditions
 from .wrapping import Call, caller, is_of_script, trainer_of, wrap
 
 #: Layers that almost every model has; others may have no block that is repeated.
