@@ -7,7 +7,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import final
 
-from . import devices, distributed, evaluation, hints, losses, saving, setup, steps
+from . import devices, distributed, hints, setup, steps
 from .plan import LOADER, Note, Plan
 from .refuse import Refused, check, check_left, parsed
 from .source import Edit, apply, chosen
@@ -66,7 +66,7 @@ def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
     by_hand = distributed.is_by_hand(plan)
     distributed.change(plan)
     if not survey.backwards:
-        evaluation.change(plan)
+        steps.gather(plan)
     devices.change(plan)
     steps.change(plan)
     steps.schedule(plan, by_hand=by_hand, keeps_batch=keep_batch and not by_hand)
@@ -74,9 +74,9 @@ def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
     devices.assigned(plan)
     plan.empty_blocks()
     prepared_at = setup.prepare(plan)
-    saving.change(plan, prepared_at)
+    steps.save(plan, prepared_at)
     if not by_hand:
-        saving.wait_before_loading(plan)
+        steps.wait_before_loading(plan)
         hints.global_batch(plan, keeps=keep_batch)
         hints.note_draws(plan)
     elif keep_batch:
@@ -95,7 +95,7 @@ def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
 def _finished(plan: Plan) -> Migration:
     edits: list[Edit] = [*plan.edits, *plan.removals()]
     check_left(plan, edits)
-    text, differs = apply(plan.script, edits), losses.note(plan)
+    text, differs = apply(plan.script, edits), hints.note_losses(plan)
     try:
         ast.parse(text)
     except SyntaxError as error:  # never to be written, and worth a report

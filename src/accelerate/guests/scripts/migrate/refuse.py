@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ....errors import AccelerateError
-from .bypass import bypassing
-from .distributed import is_by_hand
-from .evaluation import adds_up, collected
+from .distributed import is_by_hand, is_kept, is_trained, sampler_of
 from .plan import Plan
-from .samplers import is_kept, sampler_of
-from .source import Edit, Placed, Script, chosen, dotted, keyword, method, targets
+from .source import Edit, Function, Placed, Script, chosen, dotted, keyword, method, targets
+from .steps import adds_up, collected
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, Survey
 
 _OTHERS: Final = {
@@ -171,7 +169,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         if dotted(owner) == "self" and any(symbol.name == "self" for symbol in plan.names(MODEL)):
             raise _refused(script, call, "the model trains itself: its own methods would bypass the wrapper that "
                            "prepare() returns. Move the loop out of the class")  # fmt: skip
-    around = bypassing(plan)
+    around = _bypassing(plan)
     if around is not None:
         raise _refused(script, around, f"`{dotted(around.func)}()` runs the model without its forward(), so gradients "
                        "aren't averaged over processes. Let forward() return the loss, and call the model itself "
@@ -316,3 +314,47 @@ def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
 
 def _refused(script: Script, node: ast.AST, reason: str) -> Refused:
     return Refused(f"{script.location(node)}: {reason}.")
+
+
+def _bypassing(plan: Plan) -> ast.Call | None:
+    """Return the first call of a prepared model's own method that runs its layers in the training loop."""
+    for call in plan.script.nodes(ast.Call):
+        found = method(call)
+        if found is None or not dotted(found[1]) or found[0] not in plan.survey.functions or found[0] == "forward":
+            continue
+        own = [each for each in plan.survey.functions[found[0]] if _is_of_module(plan, each)]
+        if (
+            own
+            and is_trained(plan, found[1])
+            and plan.is_in_training(call)
+            and _is_kept(plan, call)
+            and _runs_layers(plan, own[0])
+        ):
+            return call
+    return None
+
+
+def _is_of_module(plan: Plan, function: Function) -> bool:
+    owner = plan.script.parents.get(function)
+    return isinstance(owner, ast.ClassDef) and plan.survey.is_module_class(owner.name)
+
+
+def _is_kept(plan: Plan, call: ast.Call) -> bool:
+    """Return whether a call's value is used."""
+    return isinstance(plan.script.statement(call), (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return))
+
+
+def _runs_layers(plan: Plan, function: Function) -> bool:
+    """Return whether a method calls the module itself or one of its layers, with gradients."""
+    if any(map(plan.is_without_gradients, function.decorator_list)):
+        return False
+    for call in plan.script.nodes(ast.Call, function):
+        name = dotted(call.func)
+        if name == "self" or name == "self.forward":
+            return True
+        is_layer = (
+            name.startswith("self.") and name.count(".") == 1 and plan.survey.role_of(plan.survey.symbol(call.func))
+        )
+        if is_layer == "model":
+            return True
+    return False

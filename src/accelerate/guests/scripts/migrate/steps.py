@@ -1,4 +1,4 @@
-"""The training step: backward, clipping, mixed precision, and printing."""
+"""The steps of a script: training, evaluating, printing, saving and loading."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ast
 from typing import Final
 
 from . import precision
-from .plan import LOADER, OPTIMIZER, SCHEDULER, Plan
+from .distributed import is_trained
+from .plan import LOADER, MODEL, OPTIMIZER, SCHEDULER, Plan
+from .setup import ahead, insert
 from .source import dotted, method
-from .survey import SCALER, Symbol
+from .survey import SCALER, Loop, Survey, Symbol
 
 _CLIPPERS: Final = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_", "torch.nn.utils.clip_grad_norm": "clip_grad_norm_",
@@ -206,3 +208,98 @@ def prints(plan: Plan, is_visible: set[int], after: int) -> None:
         if any(keyword.arg == "file" for keyword in call.keywords):
             continue
         plan.cut(start, start, f"{plan.accelerator}.", _ONCE, call)
+
+
+_ENDS: Final = frozenset({"cpu", "numpy", "tolist", "detach", "float", "clone"})
+
+
+# --------------------------------------------- scripts that only evaluate: each process predicts its part
+
+
+def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
+    """Return the names that a loop over a loader appends to lists: ``predictions.append(output.cpu().numpy())``."""
+    found: list[tuple[Loop, ast.expr]] = []
+    for loop in survey.loops:
+        for call in survey.script.nodes(ast.Call, loop.node):
+            method_call = method(call)
+            if method_call is None or method_call[0] not in ("append", "extend") or len(call.args) != 1:
+                continue
+            value = call.args[0]
+            while (inner := method(value)) is not None and inner[0] in _ENDS:
+                value = inner[1]
+            if isinstance(value, ast.Name):
+                found.append((loop, value))
+    return found
+
+
+def adds_up(survey: Survey) -> ast.AST | None:
+    """Return an augmented assignment in a loop over a loader, which would sum one process's samples only."""
+    for loop in survey.loops:
+        for node in survey.script.nodes(ast.AugAssign, loop.node):
+            return node
+    return None
+
+
+def gather(plan: Plan) -> None:
+    """Gather the values that the loops collect, and prepare their loaders and models."""
+    survey = plan.survey
+    for _, value in collected(survey):
+        text = f"{plan.accelerator}.gather_for_metrics({plan.script.text_of(value)})"
+        plan.replace(value, text, "of all processes, each sample once")
+    models: dict[Symbol, None] = {}
+    for loop in survey.loops:
+        plan.prepared[LOADER] += [each for each in loop.loaders if each not in plan.prepared[LOADER]]
+        for call in plan.script.nodes(ast.Call, loop.node):
+            if (dotted(call.func) and method(call) is None) or dotted(call.func).startswith("self."):
+                for root in survey.roots(survey.symbol(call.func)):
+                    named = not survey.is_defined(root) and root.name.rpartition(".")[2] in ("model", "net")
+                    if survey.role_of(root) == MODEL or named:
+                        models[root] = None
+    plan.prepared[MODEL] += [each for each in models if each not in plan.prepared[MODEL]]
+
+
+_WRITTEN = "the main process has written the file by then"
+_UNWRAPPED = "the model's own names, without what prepare() put around it"
+
+
+# ----------------------------- files, which are written once, with the names of the user's own model
+
+
+def save(plan: Plan, prepared_at: dict[int, int]) -> None:
+    """Save on one process, and load into the model without its wrapper.
+
+    Args:
+        prepared_at: the offset in the text where models are prepared, by the id of the scope.
+    """
+    for call in plan.script.nodes(ast.Call):
+        if plan.script.path(call.func) == "torch.save" and not plan.is_removed(call):
+            plan.replace(call.func, f"{plan.accelerator}.save", "written once, by the main process")
+            if call.args and dotted(call.args[0]) and is_trained(plan, call.args[0]):
+                _unwrap(plan, call.args[0])
+    for call in plan.script.nodes(ast.Call):
+        method_call = method(call)
+        if method_call is None or method_call[0] not in ("state_dict", "load_state_dict", "save_pretrained"):
+            continue
+        if dotted(method_call[1]) and is_trained(plan, method_call[1]) and not plan.is_removed(call):
+            offset = prepared_at.get(id(plan.script.scope(call)))
+            if offset is None or plan.script.start(call) > offset:
+                _unwrap(plan, method_call[1])
+
+
+def wait_before_loading(plan: Plan) -> None:
+    """Wait before a script loads its own file: the main process writes it, and all of them read it."""
+    saves = [call for call in plan.script.nodes(ast.Call) if plan.script.path(call.func) == "torch.save"]
+    for call in plan.script.nodes(ast.Call):
+        if plan.script.path(call.func) != "torch.load":
+            continue
+        statement = plan.script.statement(call)
+        scope = plan.script.scope(call)
+        is_later = any(each.lineno < call.lineno and plan.script.scope(each) is scope for each in saves)
+        guards = [outer for outer in plan.script.ancestors(statement) if isinstance(outer, ast.If)]
+        if saves and (is_later or plan.is_after_training(statement)) and not guards:
+            insert(plan, ahead(plan, statement), f"{plan.accelerator}.wait_for_everyone()", _WRITTEN)
+            plan.users.append(call)
+
+
+def _unwrap(plan: Plan, node: ast.expr) -> None:
+    plan.replace(node, f"{plan.accelerator}.unwrap_model({plan.script.text_of(node)})", _UNWRAPPED)
