@@ -4,15 +4,17 @@ The script is parsed without running it. Names are followed as in the migration 
 is uncertain causes no finding.
 
 - `rules`: the table of all rules.
-- `hangs`, `preparing`, `steps`, `data`, `evaluation`, `files`, `output`: how each is found, one rule a function.
+- `processes`, `preparing`, `steps`, `data`, `output`: how each is found, one rule a function.
 - `subject`, `processes`: the one survey of a script that they ask.
 - `fixes`: the cures that `--fix` writes.
-- `ignores`: the comments that silence findings.
 """
 
 from __future__ import annotations
 
 import difflib
+import io
+import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +22,15 @@ from typing import Final, final
 
 from ..migrate.refuse import Refused, parsed
 from ..migrate.source import Edit, apply
-from .ignores import UNUSED, Ignores
 from .processes import Processes
 from .rules import RULES, Severity
 from .subject import Subject
 
-_NOTES: Final = {UNUSED, *(rule.code for rule in RULES if rule.severity is Severity.NOTE and rule.fix is None)}
+#: The code of the remark about a comment that silences nothing.
+_UNUSED: Final = "D001"
+_COMMENT: Final = re.compile(r"#\s*accelerate:\s*ignore\b(?:\s*\[(?P<codes>[^\]]*)\])?")
+_ALL: Final = ""
+_NOTES: Final = {_UNUSED, *(rule.code for rule in RULES if rule.severity is Severity.NOTE and rule.fix is None)}
 
 
 @final
@@ -73,9 +78,9 @@ def examine(text: str, name: str) -> list[Finding]:
         for rule in RULES
         for place in rule.check(subject, processes)
     }
-    ignores = Ignores(text)
+    ignores = _Ignores(text)
     left = [each for each in found if not ignores.silences(each.line, each.code)]
-    left += [Finding(line, Severity.NOTE.value, remark, UNUSED) for line, remark in ignores.unused()]
+    left += [Finding(line, Severity.NOTE.value, remark, _UNUSED) for line, remark in ignores.unused()]
     return sorted(left)
 
 
@@ -115,6 +120,35 @@ def diff(before: str, after: str, name: str) -> str:
     """Return what a fix changes, as a unified diff."""
     old, new = ([f"{line}\n" for line in text.splitlines()] for text in (before, after))
     return "".join(difflib.unified_diff(old, new, name, f"{name} (fixed)"))
+
+
+@final
+class _Ignores:
+    """The comments of a script that silence findings, and those without an effect so far."""
+
+    def __init__(self, text: str) -> None:
+        self._unused: dict[int, list[str]] = {}  # by line: codes that have silenced nothing so far
+        self._codes: dict[int, list[str]] = {}
+        for token in tokenize.generate_tokens(io.StringIO(text).readline) if "accelerate" in text else ():
+            found = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
+            if found is not None:
+                codes = found["codes"]
+                given = [_ALL] if codes is None else [code.upper() for code in re.findall(r"\w+", codes)]
+                self._codes[token.start[0]], self._unused[token.start[0]] = given, list(given)
+
+    def silences(self, line: int, code: str) -> bool:
+        """Return whether a comment of this line silences a finding with this code, and note that it does."""
+        found = [each for each in self._codes.get(line, ()) if each in (code, _ALL)]
+        if found:
+            self._unused[line] = [each for each in self._unused[line] if each not in found]
+        return bool(found)
+
+    def unused(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines of comments, or of their codes, that silenced nothing, with a remark."""
+        for line, codes in self._unused.items():
+            for code in codes:
+                comment = f"# accelerate: ignore[{code}]" if code else "# accelerate: ignore"
+                yield line, f"`{comment}` silences nothing in this line. Remove it."
 
 
 __all__ = ["RULES", "Finding", "Severity", "Unaccelerated", "diff", "examine", "fixed"]

@@ -1,4 +1,4 @@
-"""Rules for output, trackers, downloads and devices: what each process does, and one is to do."""
+"""Rules for output, trackers, downloads, devices and files: what each process does, and one is to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ..migrate.source import dotted, keyword, method
+from ..migrate.source import argument, dotted, keyword, method
+from ..migrate.survey import MODEL
 from .processes import RANK, Processes
 from .subject import Place, Subject, at
 
@@ -72,3 +73,110 @@ def cuda_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
         found = method(call)
         if found is not None and found[0] == "cuda" and dotted(found[1]) != "torch":
             yield at(call)
+
+
+_WRITES: Final = frozenset(
+    {
+        "torch.save", "numpy.save", "numpy.savez", "safetensors.torch.save_file", "joblib.dump",
+        "torch.save_file", "logging.FileHandler",
+    }
+)  # fmt: skip
+_WRITING_METHODS: Final = frozenset(
+    {"save_pretrained", "push_to_hub", "to_csv", "to_parquet", "savefig", "write_text", "write_bytes"}
+)
+_REMOVES: Final = frozenset({"shutil.rmtree", "os.remove", "os.unlink", "os.rename", "os.replace", "shutil.move"})
+_READS: Final = frozenset({"torch.load", "numpy.load", "safetensors.torch.load_file", "joblib.load", "json.load"})
+_WAITS: Final = ("wait_for_everyone", "barrier")
+
+
+def _is_of_all(subject: Subject, processes: Processes, call: ast.Call) -> bool:
+    """Return whether all processes make a call with the same path."""
+    says_who = any(each.arg == "is_main_process" for each in call.keywords)
+    owner = method(call) or ("", call.func)
+    given = [*call.args, *(each.value for each in call.keywords), owner[1]]
+    return not says_who and not processes.is_of_one(call) and not any(RANK in processes.differs(each) for each in given)
+
+
+def _mode(subject: Subject, call: ast.Call) -> str:
+    """Return the mode of a call of ``open``; '' for other calls."""
+    if dotted(call.func) != "open":
+        return ""
+    mode = argument(call, "mode", 1)
+    return str(subject.constant(mode)) if mode is not None else "r"
+
+
+def _is_write(subject: Subject, call: ast.Call) -> bool:
+    found = method(call)
+    is_method = found is not None and found[0] in _WRITING_METHODS and not dotted(found[1]).endswith("trainer")
+    return is_method or subject.script.path(call.func) in _WRITES or "w" in _mode(subject, call)
+
+
+def written_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
+    for call in subject.calls:
+        if _is_write(subject, call) and _is_of_all(subject, processes, call):
+            yield at(call, name=ast.unparse(call.func))
+
+
+def appended_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
+    for call in subject.calls:
+        if "a" in _mode(subject, call) and _is_of_all(subject, processes, call):
+            yield at(call, path=ast.unparse(call.args[0]) if call.args else "the file")
+
+
+def removed_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
+    for call in subject.calls:
+        is_removal = subject.script.path(call.func) in _REMOVES or (method(call) or ("",))[0] == "unlink"
+        if is_removal and _is_of_all(subject, processes, call):
+            yield at(call, name=ast.unparse(call.func))
+
+
+def state_of_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
+    for call, owner in subject.script.methods("state_dict", "save_pretrained"):
+        if not subject.is_ahead_of_prepare(call) and subject.is_prepared(owner, MODEL):
+            yield at(call, name=ast.unparse(owner))
+    for call in subject.calls:
+        if subject.script.path(call.func) != "torch.save" or not call.args or subject.is_ahead_of_prepare(call):
+            continue
+        if subject.is_prepared(call.args[0], MODEL):
+            yield at(call, name=ast.unparse(call.args[0]))
+
+
+def inner_model(subject: Subject, _: Processes) -> Iterator[Place]:
+    for node in subject.script.nodes(ast.Attribute):
+        if node.attr == "module" and isinstance(node.ctx, ast.Load) and subject.role(node.value) == MODEL:
+            yield at(node, name=ast.unparse(node), model=ast.unparse(node.value))
+
+
+def loaded_before_prepare(subject: Subject, _: Processes) -> Iterator[Place]:
+    for call in subject.calls_of("load_state"):
+        if subject.is_ahead_of_prepare(call):
+            yield at(call, line=str(min(subject.prepared_lines(call))))
+
+
+def loaded_into_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
+    for call, owner in subject.script.methods("load_state_dict"):
+        if subject.is_prepared(owner, MODEL) and subject.is_behind_prepare(call):
+            yield at(call, name=ast.unparse(owner))
+
+
+def read_without_waiting(subject: Subject, processes: Processes) -> Iterator[Place]:
+    waits = [call.lineno for call, _ in subject.script.methods(*_WAITS)]
+    for write in subject.calls:
+        path = _path(write)
+        if not path or not _is_write(subject, write) or processes.guard(write) is None:
+            continue
+        for read in subject.calls:
+            is_read = subject.script.path(read.func) in _READS or _mode(subject, read) == "r"
+            is_read |= (method(read) or ("",))[0] == "from_pretrained"
+            is_after = read.lineno > write.lineno and subject.script.scope(read) is subject.script.scope(write)
+            if not is_read or not is_after or processes.guard(read) is not None:
+                continue
+            if path in map(ast.unparse, read.args) and not any(write.lineno < line <= read.lineno for line in waits):
+                yield at(read, path=path, line=str(write.lineno))
+                break
+
+
+def _path(call: ast.Call) -> str:
+    """Return the path that a call writes, as it is written in the script."""
+    names = [each for each in call.args if isinstance(each, (ast.Constant, ast.Name, ast.Attribute, ast.JoinedStr))]
+    return ast.unparse(names[-1 if dotted(call.func) != "open" else 0]) if names else ""

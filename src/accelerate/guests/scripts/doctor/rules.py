@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from ..migrate.survey import LOADER, MODEL, OPTIMIZER, SCHEDULER
-from . import data, evaluation, files, fixes, hangs, output, preparing, steps
+from . import data, fixes, output, preparing, processes, steps
 from .processes import Processes
 from .subject import Place, Subject
 
@@ -41,23 +41,23 @@ _E, _W, _N = Severity
 
 RULES: Final = (
     # D1: some processes wait for others that don't come
-    Rule("D101", _E, hangs.collective_of_one,
+    Rule("D101", _E, processes.collective_of_one,
          "`{name}` is called by one process only, and waits for the others.", "Call it on all processes."),
-    Rule("D102", _E, hangs.helper_of_one,
+    Rule("D102", _E, processes.helper_of_one,
          "`{name}` is called by one process only. It calls `{collective}`, which waits for the others.",
          "Call it on all processes."),
-    Rule("D103", _E, hangs.collective_by_own_value,
+    Rule("D103", _E, processes.collective_by_own_value,
          "`{name}` waits for all processes. `{condition}` depends on {why}, so some of them may not reach it.",
          "Reduce the value first, so that all processes decide alike."),
-    Rule("D104", _E, hangs.loop_left_by_one,
+    Rule("D104", _E, processes.loop_left_by_one,
          "`{word}` depends on {why} (`{condition}`). The other processes stay in the loop and wait for this one.",
          "Decide together: reduce the value first, or use `accelerator.set_trigger()` and `check_trigger()`."),
-    Rule("D105", _E, hangs.step_of_one,
+    Rule("D105", _E, processes.step_of_one,
          "`{name}` is called by one process only, so the processes' weights diverge.", "Call it on all processes."),
-    Rule("D106", _W, hangs.prepared_loader_of_one,
+    Rule("D106", _W, processes.prepared_loader_of_one,
          "one process reads the prepared loader `{name}`, which gives it its own part of the data only.",
          "Evaluate on all processes, and gather what the loop collects."),
-    Rule("D107", _W, hangs.sharded_state_of_one,
+    Rule("D107", _W, processes.sharded_state_of_one,
          "`{name}` is called by one process only. With a sharded model, it waits for the others.",
          "Call it on all processes. It writes each file once."),
     # D2: preparing
@@ -170,40 +170,40 @@ RULES: Final = (
          "`{name}` is called once per epoch, and a prepared scheduler advances N times in a call on N processes.",
          'Use `Accelerator(scheduler_mode="updates")`, or leave the scheduler out of `prepare`.'),
     # D5: evaluation
-    Rule("D501", _W, evaluation.part_of_the_data,
+    Rule("D501", _W, data.part_of_the_data,
          "this loop collects the part of the data that its process reads.",
          "Gather what it collects with `accelerator.gather_for_metrics(...)`."),
-    Rule("D502", _W, evaluation.padding_counted,
+    Rule("D502", _W, data.padding_counted,
          "`{name}` keeps the samples that fill the last batch, so they count twice.",
          "Use `accelerator.gather_for_metrics`.", fixes.METRICS),
-    Rule("D503", _W, evaluation.never_evaluating,
+    Rule("D503", _W, data.never_evaluating,
          "this loop calls `{name}` with dropout and BatchNorm in training mode.", "Call `{name}.eval()` before."),
-    Rule("D504", _N, evaluation.sum_of_one,
+    Rule("D504", _N, data.sum_of_one,
          "`{name}` adds up the samples of one process.", "Show `accelerator.reduce(...)` or the mean of a gather."),
     # D6: files
-    Rule("D601", _W, files.written_by_all,
+    Rule("D601", _W, output.written_by_all,
          "`{name}` is called by all processes, which all write the same file at once.",
          "Put it under `if accelerator.is_main_process:`, or use `accelerator.save`.", fixes.save),
-    Rule("D602", _W, files.appended_by_all,
+    Rule("D602", _W, output.appended_by_all,
          "all processes append to {path}, so each line is there N times, in any order.",
          "Write under `if accelerator.is_main_process:`, or give each process a file of its own."),
-    Rule("D603", _W, files.removed_by_all,
+    Rule("D603", _W, output.removed_by_all,
          "`{name}` is called by all processes. The slower ones don't find the file, or remove a new one.",
          "Put it under `if accelerator.is_main_process:`, and wait with `accelerator.wait_for_everyone()`."),
-    Rule("D604", _W, files.state_of_the_wrapper,
+    Rule("D604", _W, output.state_of_the_wrapper,
          "`{name}` is prepared: its parameter names (and, when sharded, its contents) depend on the strategy.",
          "Use `accelerator.get_state_dict({name})` on all processes, or `accelerator.unwrap_model`.",
          fixes.full_state),
-    Rule("D605", _W, files.inner_model,
+    Rule("D605", _W, output.inner_model,
          "`{name}` is there only where DistributedDataParallel wraps the model.",
          "Use `accelerator.unwrap_model({model})`.", fixes.unwrap),
-    Rule("D606", _E, files.loaded_before_prepare,
+    Rule("D606", _E, output.loaded_before_prepare,
          "`load_state` restores prepared objects, and `prepare` is called in line {line} only.",
          "Call it after `prepare`."),
-    Rule("D607", _W, files.loaded_into_the_wrapper,
+    Rule("D607", _W, output.loaded_into_the_wrapper,
          "`{name}` is prepared: the names of its parameters depend on the strategy.",
          "Load before `prepare`, or into `accelerator.unwrap_model({name})`."),
-    Rule("D608", _W, files.read_without_waiting,
+    Rule("D608", _W, output.read_without_waiting,
          "{path} is read here while the main process may still write it (line {line}).",
          "Call `accelerator.wait_for_everyone()` between them."),
     # D7: output and devices
