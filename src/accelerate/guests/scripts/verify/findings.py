@@ -97,11 +97,8 @@ def together(parts: Sequence[Moments | None]) -> Value:
 
 def distance(one: Moments, other: Moments, scale: float) -> float:
     """Return an estimate of the norm of the difference of two tensors, relative to `scale` or to their own."""
-    changes = (
-        one.norm - other.norm,
-        one.projection - other.projection,
-        (one.total - other.total) / math.sqrt(max(one.size, 1)),
-    )
+    change = (one.total - other.total) / math.sqrt(max(one.size, 1))
+    changes = (one.norm - other.norm, one.projection - other.projection, change)
     if not all(map(math.isfinite, changes)):
         return 0.0 if repr(one[2:5]) == repr(other[2:5]) else math.inf
     return max(map(abs, changes)) / (max(one.norm, other.norm, scale) or 1.0)
@@ -184,14 +181,11 @@ class Bounds:
         for kind in ("gradients", "weights", "states"):
             largest: dict[str, float] = {}
             for number in range(min(len(reference.steps), len(reordered.steps))):
-                before, after = reference.tensors(number, kind), reordered.tensors(number, kind)
+                before = reference.tensors(number, kind)
                 scale = _scale(before)
-                for name, value in before.items():
-                    other = after.get(name)
-                    if value.moments is not None and other is not None and other.moments is not None:
-                        spread = distance(value.moments, other.moments, scale)
-                        largest[name] = max(largest.get(name, 0.0), spread)
-                    found.spread[number, kind, name] = largest.get(name, 0.0)
+                for name, one, other in _pairs(before, reordered.tensors(number, kind)):
+                    largest[name] = max(largest.get(name, 0.0), distance(one, other, scale))
+                found.spread |= {(number, kind, name): largest.get(name, 0.0) for name in before}
                 found.medians[number, kind] = median(largest.values()) if largest else 0.0
         return found
 
@@ -214,6 +208,14 @@ class Bounds:
     def is_meaningful(self, bound: float) -> bool:
         """Return whether a comparison with this bound says anything."""
         return bound <= max(MEANINGFUL, 5 * self.base)
+
+
+def _pairs(before: Mapping[str, Value], after: Mapping[str, Value]) -> Iterator[tuple[str, Moments, Moments]]:
+    """Yield the names of the tensors that both have, with their moments."""
+    for name, value in before.items():
+        other = after[name].moments if name in after else None
+        if value.moments is not None and other is not None:
+            yield name, value.moments, other
 
 
 def _scale(tensors: Mapping[str, Value]) -> float:
@@ -278,14 +280,12 @@ def excesses_of(layout: Layout, reference: History, run: History, bounds: Bounds
     found: dict[str, list[float]] = {}
     for kind in ("gradients",) if layout.precision else _QUANTITIES:
         for number in range(min(len(reference.steps), len(run.steps))):
-            before, after = reference.tensors(number, kind), run.tensors(number, kind)
-            scale = _scale(before)
-            excesses: list[float] = []
-            for name, value in before.items():
-                bound = bounds.bound(number, kind, name)
-                other = after[name].moments if name in after else None
-                if value.moments is not None and other is not None and bounds.is_meaningful(bound):
-                    excesses.append(bounds.excess(number, kind, name, value.moments, other, scale))
+            before = reference.tensors(number, kind)
+            excesses = [
+                bounds.excess(number, kind, name, one, other, _scale(before))
+                for name, one, other in _pairs(before, run.tensors(number, kind))
+                if bounds.is_meaningful(bounds.bound(number, kind, name))
+            ]
             if excesses:
                 found.setdefault(kind, []).append(max(excesses))
     return found
