@@ -7,7 +7,7 @@ other one doesn't take.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
 from ..migrate.source import Edit, Placed, dotted, method, targets
@@ -15,7 +15,7 @@ from .processes import Processes
 from .subject import Place, Subject
 
 Fix: TypeAlias = Callable[[Subject, Processes, Place], list[Edit]]
-_CLIP_ARGUMENTS: Final = frozenset({"max_norm", "clip_value", "norm_type", "error_if_nonfinite", "parameters"})
+CLIP_ARGUMENTS: Final = frozenset({"max_norm", "clip_value", "norm_type", "error_if_nonfinite", "parameters"})
 
 
 def _replace(subject: Subject, node: Placed, text: str) -> Edit:
@@ -30,7 +30,7 @@ def backward(subject: Subject, _: Processes, place: Place) -> list[Edit]:
     return [_replace(subject, place.node, f"{name}.backward({', '.join(given)})")]
 
 
-def of_accelerator(method_name: str = "", *, takes: frozenset[str] | None = None) -> Fix:
+def of_accelerator(method_name: str = "", *, takes: Collection[str] | None = None) -> Fix:
     """Return the fix that calls the Accelerator's method of this (or the same) name, with the same arguments.
 
     Args:
@@ -41,9 +41,9 @@ def of_accelerator(method_name: str = "", *, takes: frozenset[str] | None = None
         call, name = place.node, subject.accelerator_at(place.node)
         if not name or not isinstance(call, ast.Call):
             return []
-        if takes is not None and not {each.arg for each in call.keywords} <= takes:
+        if takes is not None and any(each.arg not in takes for each in call.keywords):
             return []
-        return [_replace(subject, call.func, f"{name}.{method_name or subject.last_name(call)}")]
+        return [_replace(subject, call.func, f"{name}.{method_name or subject.script.last_name(call)}")]
 
     return fix
 
@@ -51,7 +51,7 @@ def of_accelerator(method_name: str = "", *, takes: frozenset[str] | None = None
 def save(subject: Subject, processes: Processes, place: Place) -> list[Edit]:
     if not isinstance(place.node, ast.Call) or subject.script.path(place.node.func) != "torch.save":
         return []
-    return of_accelerator("save", takes=frozenset())(subject, processes, place)
+    return of_accelerator("save", takes=())(subject, processes, place)
 
 
 def full_state(subject: Subject, processes: Processes, place: Place) -> list[Edit]:
@@ -136,8 +136,3 @@ def prepare_too(subject: Subject, _: Processes, place: Place) -> list[Edit]:
         Edit(subject.script.end(last), subject.script.end(last), f", {name}", "", made.lineno),
         Edit(subject.script.end(call.args[-1]), subject.script.end(call.args[-1]), f", {name}", "", made.lineno),
     ]
-
-
-CLIP: Final = of_accelerator(takes=_CLIP_ARGUMENTS)
-METRICS: Final = of_accelerator("gather_for_metrics", takes=frozenset())
-PRINT: Final = of_accelerator("print")
