@@ -43,7 +43,7 @@ def _samplers_of_world(subject: Subject) -> Iterator[Place]:
     """Yield samplers without a rank of their own, which ask the process group for it."""
     for call in subject.calls:
         has_rank = {"num_replicas", "rank"} <= {each.arg for each in call.keywords}
-        if subject.last_name(call) == "DistributedSampler" and not has_rank:
+        if subject.script.last_name(call) == "DistributedSampler" and not has_rank:
             yield at(call)
 
 
@@ -51,7 +51,7 @@ def sharded_twice(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
         data = argument(call, "dataset", 0)
         is_prepared = any(symbol in subject.prepared for symbol in subject.bound(call))
-        is_read = subject.last_name(call) == "DataLoader" and is_prepared
+        is_read = subject.script.last_name(call) == "DataLoader" and is_prepared
         if is_read and data is not None and RANK in processes.differs(data):
             yield at(call, data=ast.unparse(data))
 
@@ -64,7 +64,7 @@ def _seeds(subject: Subject, before: ast.Call) -> list[ast.Call]:
     return [
         call
         for call in subject.calls
-        if (subject.last_name(call) in _SEEDS or subject.script.path(call.func) in _SEED_PATHS)
+        if (subject.script.last_name(call) in _SEEDS or subject.script.path(call.func) in _SEED_PATHS)
         and (call.lineno < before.lineno or subject.script.scope(call) is not subject.script.scope(before))
         and not dotted(call.func).startswith(("generator", "torch.Generator"))
         and dotted(call.func)
@@ -73,7 +73,7 @@ def _seeds(subject: Subject, before: ast.Call) -> list[ast.Call]:
 
 def _is_by_rank(processes: Processes, call: ast.Call) -> bool:
     specific = argument(call, "device_specific", 1)
-    if specific is not None and processes.subject.last_name(call) == "set_seed":
+    if specific is not None and processes.subject.script.last_name(call) == "set_seed":
         return processes.subject.constant(specific) is not False
     return bool(call.args) and RANK in processes.differs(call.args[0])
 
@@ -108,7 +108,7 @@ def split_seeded_by_rank(subject: Subject, processes: Processes) -> Iterator[Pla
 def same_noise(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
         path = subject.script.path(call.func)
-        if not path.startswith("torch.") or subject.last_name(call) not in _NOISE or keyword(call, "generator"):
+        if not path.startswith("torch.") or subject.script.last_name(call) not in _NOISE or keyword(call, "generator"):
             continue
         seeds = _seeds(subject, call)
         if not seeds or any(_is_by_rank(processes, seed) for seed in seeds) or not subject.is_in_batch_loop(call):
@@ -147,11 +147,10 @@ def length_before_prepare(*, for_bar: bool) -> Callable[[Subject, Processes], It
 
 def _late_uses(subject: Subject, call: ast.Call) -> Iterator[ast.Name | ast.Attribute]:
     """Yield the names for a length where they are used after ``prepare``, for more than schedules and messages."""
-    late, names = max(subject.prepared_lines(call)), _names(subject, call)
-    for node in subject.script.nodes((ast.Name, ast.Attribute)):
-        is_used = isinstance(node.ctx, ast.Load) and node.lineno > late and subject.survey.symbol(node) in names
+    late = max(subject.prepared_lines(call))
+    for node in subject.survey.uses(_names(subject, call)):
         is_shown = any(dotted(each.func).rpartition(".")[2] in _SHOWS for each in subject.calls_around(node))
-        if is_used and not is_shown and not _is_for_schedule(subject, node):
+        if node.lineno > late and not is_shown and not _is_for_schedule(subject, node):
             yield node
 
 
@@ -232,11 +231,9 @@ def part_of_the_data(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 def padding_counted(subject: Subject, _: Processes) -> Iterator[Place]:
     for loop in _evaluations(subject):
-        cuts = [
-            node
-            for node in subject.script.nodes(ast.Slice, subject.script.scope(loop.node))
-            if node.upper is not None and ("len(" in ast.unparse(node.upper) or "num" in ast.unparse(node.upper))
-        ]
+        slices = subject.script.nodes(ast.Slice, subject.script.scope(loop.node))
+        uppers = [ast.unparse(node.upper) for node in slices if node.upper is not None]
+        cuts = any("len(" in upper or "num" in upper for upper in uppers)
         for call in subject.calls_of("gather") if not cuts else ():
             given = ast.unparse(call.args[0]) if call.args else "loss"
             if call in ast.walk(loop.node) and "loss" not in given:
@@ -268,4 +265,5 @@ def sum_of_one(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 
 def _is_gathered(subject: Subject, node: ast.AST) -> bool:
-    return any((method(outer) or (subject.last_name(outer),))[0] in _GATHERS for outer in subject.calls_around(node))
+    around = subject.calls_around(node)
+    return any((method(outer) or (subject.script.last_name(outer),))[0] in _GATHERS for outer in around)

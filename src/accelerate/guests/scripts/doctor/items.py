@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final, final
 
-from ..migrate.source import dotted, method, pairs, position_of, returned
+from ..migrate.source import assigned_values, dotted, method, returned
 from ..migrate.survey import PREPARED, Survey, Symbol
 
 #: The ending of an item whose key isn't known.
@@ -32,13 +32,12 @@ class Items:
                 for ending, made in self._entries(value):
                     self._record(symbol, ending, statement, made)
         for statement in self._script.nodes((ast.Assign, ast.AnnAssign)):
-            for target, value in pairs(statement):
-                self._record_target(statement, target, value)
-        for call in self._script.nodes(ast.Call):
-            found = method(call)
-            owner = None if found is None or found[0] != "append" else survey.symbol(found[1])
-            if owner is not None and call.args:
-                self._record(owner, _ANY, self._script.statement(call), call.args[0])
+            for target, value, position in assigned_values(statement):
+                self._record_target(statement, target, value, position)
+        for call, owner in self._script.methods("append"):
+            symbol = survey.symbol(owner)
+            if symbol is not None and call.args:
+                self._record(symbol, _ANY, self._script.statement(call), call.args[0])
 
     # -- questions -----------------------------------------------------------------------------------------
 
@@ -79,7 +78,7 @@ class Items:
 
     def _containers(self, node: ast.AST) -> Iterator[dict[str, Symbol]]:
         """Yield the items of what a name may be, or of an object of a class of the script."""
-        for root in self._survey.roots(self._survey.symbol(node)):
+        for root in self._survey.roots_of(node):
             yield self._survey.items.get(root, {})
             for _, value, _ in self._survey.assignments(root):
                 owner = self._survey.classes.get(dotted(value.func)) if isinstance(value, ast.Call) else None
@@ -96,13 +95,13 @@ class Items:
         if not is_recorded and (known is not None or self._survey.role(value) in PREPARED):
             self._survey.record_item(container, ending, statement, value, position)
 
-    def _record_target(self, statement: ast.Assign | ast.AnnAssign, target: ast.expr, value: ast.expr) -> None:
+    def _record_target(self, statement: ast.stmt, target: ast.expr, value: ast.expr, position: int | None) -> None:
         """Record ``parts["net"] = ...`` and ``parts.net = ...``."""
         is_of_self = isinstance(target, ast.Attribute) and dotted(target.value) == "self"
         if is_of_self or not isinstance(target, (ast.Subscript, ast.Attribute)):
             return
-        for root in self._survey.roots(self._survey.symbol(target.value)):
-            self._record(root, _ending(target), statement, value, position_of(target, value, statement))
+        for root in self._survey.roots_of(target.value):
+            self._record(root, _ending(target), statement, value, position)
 
     def _entries(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         """Yield the endings and values of the items that an expression makes."""

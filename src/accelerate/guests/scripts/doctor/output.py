@@ -62,7 +62,7 @@ def device_by_name(subject: Subject, _: Processes) -> Iterator[Place]:
     for node in subject.script.nodes(ast.Constant):
         if isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:")):
             outer = subject.script.parents.get(node)
-            if isinstance(outer, ast.Call) and subject.last_name(outer) in ("autocast", "GradScaler"):
+            if isinstance(outer, ast.Call) and subject.script.last_name(outer) in ("autocast", "GradScaler"):
                 continue
             if isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.IfExp)):
                 yield at(node, device=repr(node.value))
@@ -142,8 +142,8 @@ def state_of_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def inner_model(subject: Subject, _: Processes) -> Iterator[Place]:
-    for node in subject.script.nodes(ast.Attribute):
-        if node.attr == "module" and isinstance(node.ctx, ast.Load) and subject.role(node.value) == MODEL:
+    for node in subject.script.reads:
+        if isinstance(node, ast.Attribute) and node.attr == "module" and subject.role(node.value) == MODEL:
             yield at(node, name=ast.unparse(node), model=ast.unparse(node.value))
 
 

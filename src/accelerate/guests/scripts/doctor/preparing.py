@@ -63,11 +63,8 @@ def _is_late(subject: Subject, statement: ast.stmt) -> bool:
 
 
 def _is_prepared_after(subject: Subject, symbol: Symbol, statement: ast.stmt) -> bool:
-    return any(
-        symbol in subject.roots(given) and call.lineno >= statement.lineno
-        for call in subject.prepares
-        for given in call.args
-    )
+    later = [call for call in subject.prepares if call.lineno >= statement.lineno]
+    return any(symbol in subject.roots(given) for call in later for given in call.args)
 
 
 def _assigned(call: ast.Call, subject: Subject) -> tuple[list[ast.expr], list[ast.expr]]:
@@ -156,28 +153,26 @@ def group_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
 def batch_norm_of_few(subject: Subject, _: Processes) -> Iterator[Place]:
     if subject.uses("convert_sync_batchnorm"):
         return
-    sizes = [
-        subject.constant(argument(call, "batch_size", 1))
-        for call in subject.calls
-        if subject.last_name(call) == "DataLoader" and _is_trained(subject, call)
-    ]
+    sizes = [subject.constant(size) for _, size in _batch_sizes(subject)]
     few = min((size for size in sizes if isinstance(size, int)), default=None)
     for call in subject.calls if few is not None and few <= 4 else ():
         if subject.script.path(call.func).startswith("torch.nn.BatchNorm"):
-            yield at(call, name=subject.last_name(call), size=str(few))
+            yield at(call, name=subject.script.last_name(call), size=str(few))
             return
 
 
-def _is_trained(subject: Subject, call: ast.Call) -> bool:
-    return bool(subject.bound(call) & subject.prepared & set(subject.survey.trained[LOADER]))
+def _batch_sizes(subject: Subject) -> Iterator[tuple[ast.Call, ast.expr | None]]:
+    """Yield the calls that make prepared loaders for training, each with its batch size."""
+    trained = subject.prepared & set(subject.survey.trained[LOADER])
+    for call in subject.calls:
+        if subject.script.last_name(call) == "DataLoader" and subject.bound(call) & trained:
+            yield call, argument(call, "batch_size", 1)
 
 
 def batch_of_each(subject: Subject, _: Processes) -> Iterator[Place]:
     shares = any(each.arg == "split_batches" for each in subject.script.nodes(ast.keyword))
-    for call in subject.calls if not shares else ():
-        size = argument(call, "batch_size", 1)
-        is_loader = subject.last_name(call) == "DataLoader" and _is_trained(subject, call)
-        if is_loader and size is not None and not _is_share(subject, size):
+    for call, size in _batch_sizes(subject) if not shares else ():
+        if size is not None and not _is_share(subject, size):
             yield at(call, size=ast.unparse(size))
 
 

@@ -236,14 +236,11 @@ class Processes:
 
     def is_answered(self, call: ast.Call, guard: ast.If) -> bool:
         """Return whether the other branch of a condition makes the same call."""
-        mine = self.script.path(call.func).rpartition(".")[2]
+        mine = self.script.last_name(call)
         others = [branch for branch in (guard.body, guard.orelse) if not any(call in ast.walk(each) for each in branch)]
-        return any(
-            self.script.path(each.func).rpartition(".")[2] == mine
-            for branch in others
-            for statement in branch
-            for each in self.script.nodes(ast.Call, statement)
-        )
+        statements = [statement for branch in others for statement in branch]
+        calls = (each for statement in statements for each in self.script.nodes(ast.Call, statement))
+        return any(self.script.last_name(each) == mine for each in calls)
 
 
 def _is_unset(node: ast.AST) -> bool:

@@ -24,8 +24,8 @@ def backward_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
 
 def clipping_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        if subject.last_name(call) in _CLIPS and subject.script.path(call.func).startswith("torch."):
-            yield at(call, name=subject.last_name(call))
+        if subject.script.last_name(call) in _CLIPS and subject.script.path(call.func).startswith("torch."):
+            yield at(call, name=subject.script.last_name(call))
 
 
 def _several(subject: Subject) -> ast.Call | None:
@@ -176,7 +176,7 @@ def autocast_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
 
 def scaler_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        if subject.script.path(call.func).startswith("torch.") and subject.last_name(call) == "GradScaler":
+        if subject.script.path(call.func).startswith("torch.") and subject.script.last_name(call) == "GradScaler":
             yield at(call)
 
 

@@ -12,12 +12,11 @@ from ..migrate.source import (
     Placed,
     Scope,
     Script,
+    assigned_values,
     dotted,
     keyword,
     method,
-    pairs,
     parameters,
-    position_of,
     returned,
     targets,
 )
@@ -119,7 +118,7 @@ class Subject:
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name's value has this role and is passed to `prepare`."""
-        assigned = self.survey.assignments(self.survey.symbol(node))
+        assigned = self.survey.assignments_to(node)
         if any((method(value) or ("",))[0] == "unwrap_model" for _, value, _ in assigned):
             return False
         return bool(self.roots(node) & self.prepared) and self.role(node) == role
@@ -132,20 +131,13 @@ class Subject:
             return set()
         return set(self.survey.bound(call))
 
-    def last_name(self, call: ast.Call) -> str:
-        """Return the last part of the path of the function that is called."""
-        return self.script.path(call.func).rpartition(".")[2]
-
     def calls_of(self, *names: str) -> Iterator[ast.Call]:
-        """Yield the calls of these methods of an Accelerator."""
-        for call in self.calls:
-            found = method(call)
-            if found is not None and found[0] in names and dotted(found[1]) in self.accelerators:
-                yield call
+        """Return the calls of these methods of an Accelerator."""
+        return (call for call, owner in self.script.methods(*names) if dotted(owner) in self.accelerators)
 
     def uses(self, *names: str) -> bool:
         """Return whether the script calls a function or a method with one of these names."""
-        return any(self.last_name(call) in names or (method(call) or ("",))[0] in names for call in self.calls)
+        return any(self.script.last_name(call) in names or (method(call) or ("",))[0] in names for call in self.calls)
 
     def accelerator_at(self, node: Placed) -> str:
         """Return the name of an Accelerator that is certain to exist at `node`, or ''."""
@@ -202,8 +194,8 @@ class Subject:
                 found.setdefault(symbol, []).append(definition)
 
         for node in self.script.nodes((ast.Assign, ast.AnnAssign)):
-            for target, value in pairs(node):
-                define(target, Definition(node, value, position_of(target, value, node)))
+            for target, value, position in assigned_values(node):
+                define(target, Definition(node, value, position))
         for node in self.script.nodes((ast.AugAssign, ast.NamedExpr)):
             define(node.target, Definition(node, node.value, None, isinstance(node, ast.AugAssign)))
         for node in self.script.nodes((ast.For, ast.AsyncFor)):
@@ -214,7 +206,7 @@ class Subject:
             if call.args:
                 define(owner, Definition(call, call.args[0], None, True))
         for call in self.calls:
-            if self.last_name(call) in _IN_PLACE and isinstance(self.script.parents[call], ast.Expr):
+            if self.script.last_name(call) in _IN_PLACE and isinstance(self.script.parents[call], ast.Expr):
                 define(call.args[0] if call.args else call, Definition(call, None))
         for function, calls in self.callers.items():
             for call in calls:

@@ -105,16 +105,14 @@ def _finished(plan: Plan) -> Migration:
         ) from None
     changes = [(edit.line, edit.why) for edit in chosen(edits) if edit.why]
     notes = sorted(plan.notes, key=lambda note: note.line)
-    is_spawning = any(
-        plan.script.path(call.func) == "torch.multiprocessing.spawn" for call in plan.script.nodes(ast.Call)
-    )
+    is_spawning = bool(plan.script.calls("torch.multiprocessing.spawn"))
     by_hand = distributed.is_by_hand(plan)
     return Migration(plan.script.name, plan.script.text, text, changes, notes, by_hand, is_spawning, differs)
 
 
 def _add_final_notes(plan: Plan) -> None:
     """Note loops that every process runs in full, and options without effect after the migration."""
-    trained = set(plan.names(LOADER))
+    trained = set(plan.prepared[LOADER])
     for loop in plan.survey.loops:
         if not loop.trains and not loop.loaders <= trained and not distributed.is_by_hand(plan):
             plan.note(

@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from .plan import LOADER, MODEL, Plan
-from .source import dotted, method, pairs
+from .source import assigned_values, dotted, method
 from .survey import derived
 
 _DEVICE: Final = re.compile(r"^(cuda|cpu|mps|xpu|npu|gpu)(:\d+)?$")
@@ -36,7 +36,7 @@ def is_device(plan: Plan, node: ast.expr | None, depth: int = 0) -> bool:
         return False
     if name.rpartition(".")[2] == "device" and "." in name and not name.startswith("self."):
         return True  # args.device
-    roots = plan.survey.roots(plan.survey.symbol(node))
+    roots = plan.survey.roots_of(node)
     values = [value for root in roots for _, value, _ in plan.survey.assignments(root)]
     if values:
         return any(is_device(plan, value, depth + 1) for value in values)
@@ -50,6 +50,8 @@ def is_rank(name: ast.expr) -> bool:
 
 def change(plan: Plan) -> None:
     """Replace the devices that the script names by the Accelerator's."""
+    for call in plan.script.calls("torch.cuda.set_device"):
+        plan.remove(plan.script.statement(call), "the Accelerator has picked each process's device")
     for call in plan.script.nodes(ast.Call):
         method_call = method(call)
         if method_call is not None and method_call[0] in ("to", "cuda") and not plan.is_removed(call):
@@ -62,8 +64,6 @@ def change(plan: Plan) -> None:
         for given in call.args:  # Trainer(model, "cuda" if torch.cuda.is_available() else "cpu")
             if isinstance(given, ast.IfExp) and is_device(plan, given) and not plan.is_removed(call):
                 plan.replace(given, f"{plan.accelerator}.device", _MOVED)
-        if plan.script.path(call.func) == "torch.cuda.set_device":
-            plan.remove(plan.script.statement(call), "the Accelerator has picked each process's device")
 
 
 def assigned(plan: Plan) -> None:
@@ -89,16 +89,14 @@ def _is_mapping(plan: Plan, node: ast.expr) -> bool:
     """Return whether a value is ``{"cuda:0": "cuda:1"}``, directly or in the assignment of its name."""
     if isinstance(node, ast.Dict):
         return True
-    assigned = plan.survey.assignments(plan.survey.symbol(node))
+    assigned = plan.survey.assignments_to(node)
     return bool(assigned) and all(isinstance(value, ast.Dict) for _, value, _ in assigned)
 
 
 def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
     if how == "to":
-        options = [keyword for keyword in call.keywords if keyword.arg not in ("non_blocking", "device")]
-        given = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
-        arguments = [*call.args, *([] if given is None else [given])]
-        if len(arguments) != 1 or options:
+        arguments = [*call.args, *(each.value for each in call.keywords if each.arg == "device")]
+        if len(arguments) != 1 or any(each.arg not in ("non_blocking", "device") for each in call.keywords):
             if arguments and is_literal(plan, arguments[0]):
                 plan.replace(arguments[0], f"{plan.accelerator}.device", _MOVED)
             return
@@ -124,19 +122,16 @@ def is_model(plan: Plan, node: ast.expr) -> bool:
     statement = plan.script.statement(node)
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return False
-    for target, value in pairs(statement):
+    for target, value, _ in assigned_values(statement):
         if any(each is node for each in ast.walk(value)) and plan.survey.role(node) == "model":
             return plan.is_prepared(target, MODEL)
     return False
 
 
 def _model_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
-    statement = plan.script.statement(call)
-    is_whole = isinstance(statement, ast.Expr) and statement.value is call
-    same = (
-        isinstance(statement, ast.Assign) and statement.value is call and dotted(statement.targets[0]) == dotted(what)
-    )
-    if is_whole or (same and dotted(what)):
+    statement, name = plan.script.statement(call), dotted(what)
+    same = isinstance(statement, ast.Assign) and statement.value is call and dotted(statement.targets[0]) == name
+    if plan.script.is_statement(call) or (same and name):
         plan.remove(statement, _STRIPPED_MODEL)
     else:
         plan.strip(call, what, _STRIPPED_MODEL)
@@ -145,10 +140,9 @@ def _model_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 def is_in_prepared_loop(plan: Plan, node: ast.AST, what: ast.expr) -> bool:
     """Return whether ``what`` is part of a batch of a prepared loader."""
     for loop in plan.survey.loops:
-        if any(outer is loop.node for outer in plan.script.ancestors(node)) and loop.loaders <= set(plan.names(LOADER)):
-            names = loop.batch_names | _comprehended(plan, node, loop.batch_names)
-            if derived(what, names):
-                return True
+        is_inside = loop.node in plan.script.ancestors(node) and loop.loaders <= set(plan.prepared[LOADER])
+        if is_inside and derived(what, loop.batch_names | _comprehended(plan, node, loop.batch_names)):
+            return True
     return False
 
 
@@ -173,7 +167,7 @@ def _batch_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 
 def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
     """Return whether a statement only moves names: ``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for ...}``."""
-    for target, value in pairs(statement):
+    for target, value, _ in assigned_values(statement):
         if isinstance(value, (ast.DictComp, ast.ListComp)) and len(value.generators) == 1:
             source = value.generators[0].iter
             of = method(source)
@@ -182,13 +176,8 @@ def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
             if name != dotted(target) or method(moved) is None or value.generators[0].ifs:
                 return False
             continue
-        method_call = method(value)
-        if (
-            method_call is None
-            or method_call[0] not in ("to", "cuda")
-            or dotted(method_call[1]) != dotted(target)
-            or not dotted(target)
-        ):
+        how, what = method(value) or ("", value)
+        if how not in ("to", "cuda") or dotted(what) != dotted(target) or not dotted(target):
             return False
     return True
 
@@ -196,7 +185,7 @@ def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
 def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
     if plan.is_removed(statement):
         return
-    for target, value in pairs(statement):
+    for target, value, _ in assigned_values(statement):
         name = dotted(target)
         if not name or not is_device(plan, value) or isinstance(value, ast.Name):
             continue
@@ -205,11 +194,7 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
             continue
         if value is not statement.value and not isinstance(statement.value, ast.Tuple):
             continue
-        uses = [
-            node
-            for node in plan.script.nodes((ast.Name, ast.Attribute))
-            if dotted(node) == name and isinstance(node.ctx, ast.Load)
-        ]
+        uses = [node for node in plan.script.reads if dotted(node) == name]
         if uses and all(plan.is_removed(use) for use in uses) and statement.value is value:
             plan.remove(statement, "`device` is no longer used")
         elif not (isinstance(value, ast.Attribute) and name == dotted(value)):
@@ -247,5 +232,5 @@ def _is_name(node: ast.expr) -> bool:
 
 def _is_written_as_text(plan: Plan, name: ast.expr) -> bool:
     """Return whether a name is declared as a string, and so becomes one."""
-    made = plan.survey.assignments(plan.survey.symbol(name))
+    made = plan.survey.assignments_to(name)
     return any(isinstance(each, ast.AnnAssign) and dotted(each.annotation) == "str" for each, _, _ in made)

@@ -11,7 +11,7 @@ import ast
 from typing import Final
 
 from .plan import LOADER, MODEL, Plan
-from .source import argument, dotted, method, parameters, targets
+from .source import argument, dotted, keyword, method, parameters, targets
 from .survey import SAMPLER, Symbol
 
 _NUMBERS: Final = {
@@ -20,21 +20,23 @@ _NUMBERS: Final = {
     "torch.distributed.get_node_local_rank": "local_process_index",
 }  # fmt: skip
 _ADDRESS: Final = ("MASTER_ADDR", "MASTER_PORT")
+_QUESTIONS: Final = (
+    "is_initialized", "is_available", "is_nccl_available", "is_gloo_available", "is_torchelastic_launched",
+)  # fmt: skip
 _REDUCTIONS: Final = {"SUM": "sum", "AVG": "mean", "MAX": "max"}
 _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
 _DDP_OPTIONS: Final = (
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers",
 )  # fmt: skip
+_SETS_UP: Final = ("init_process_group", "DistributedDataParallel", "DistributedSampler", "all_reduce")
 _LAUNCHED = "accelerate launch starts the processes, and Accelerator() joins them"
 
 
 def is_by_hand(plan: Plan) -> bool:
     """Return whether the script sets up processes itself."""
-    script = plan.script
-    return any(
-        path.startswith("torch.distributed.") or path.endswith(("DistributedDataParallel", "DistributedSampler"))
-        for path in (script.path(call.func) for call in script.nodes(ast.Call))
-    )
+    ends = ("DistributedDataParallel", "DistributedSampler")
+    paths = [plan.script.path(call.func) for call in plan.script.nodes(ast.Call)]
+    return any(path.startswith("torch.distributed.") or path.endswith(ends) for path in paths)
 
 
 def change(plan: Plan) -> None:
@@ -64,32 +66,31 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
         return
     inner, statement = call.args[0], plan.script.statement(call)
     why = f"prepare() wraps the model in what the run needs, {last} included"
-    options = [keyword for keyword in call.keywords if keyword.arg in _DDP_OPTIONS]
+    options = [each for each in call.keywords if each.arg in _DDP_OPTIONS]
     if options and last == "DistributedDataParallel":
         plan.handlers["DistributedDataParallelKwargs"] = [
-            f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
+            f"{each.arg}={plan.script.text_of(each.value)}" for each in options
         ]
-    bound = targets(statement)
-    same = len(bound) == 1 and bool(dotted(inner)) and dotted(bound[0]) == dotted(inner)
+    bound, name = targets(statement), dotted(inner)
+    same = len(bound) == 1 and name and dotted(bound[0]) == name
     if same and isinstance(statement, ast.Assign) and _only_places(statement.value, call):
         plan.remove(statement, why)
         return
     plan.strip_around(call, inner, why)
-    if len(bound) == 1 and dotted(inner):  # wrapped = DDP(model): the wrapped name is the one to prepare
+    if len(bound) == 1 and name:  # wrapped = DDP(model): the wrapped name is the one to prepare
         outer, root = plan.survey.symbol(bound[0]), plan.survey.symbol(inner)
-        if outer is not None and root in plan.prepared[MODEL]:
-            models = [outer if each == root else each for each in plan.prepared[MODEL]]
-            plan.prepared[MODEL] = list(dict.fromkeys(models))
+        models = plan.prepared[MODEL]
+        if outer is not None and root in models:
+            plan.prepared[MODEL] = list(dict.fromkeys(outer if each == root else each for each in models))
             plan.aliases[outer] = root
 
 
 def _only_places(value: ast.expr, call: ast.Call) -> bool:
     """Return whether a value is the call, or the call moved to a device."""
     while value is not call:
-        method_call = method(value)
-        if method_call is None or method_call[0] not in ("to", "cuda"):
+        name, value = method(value) or ("", value)
+        if name not in ("to", "cuda"):
             return False
-        value = method_call[1]
     return True
 
 
@@ -98,14 +99,8 @@ def _switches(plan: Plan) -> None:
     found: dict[str, ast.If] = {}
     for node in plan.script.nodes(ast.If):
         name = dotted(node.test)
-        sets_up = any(
-            isinstance(call, ast.Call)
-            and plan.script.path(call.func).rpartition(".")[2]
-            in ("init_process_group", "DistributedDataParallel", "DistributedSampler", "all_reduce")
-            for statement in node.body
-            for call in ast.walk(statement)
-        )
-        if name and sets_up:
+        calls = (call for statement in node.body for call in plan.script.nodes(ast.Call, statement))
+        if name and any(plan.script.last_name(call) in _SETS_UP for call in calls):
             found.setdefault(name, node)
     for name, node in found.items():
         made = plan.script.values_of(name)
@@ -122,8 +117,8 @@ def _inner_models(plan: Plan) -> None:
         if is_trained(plan, owner):
             text = f"{plan.accelerator}.no_sync({plan.script.text_of(owner)})"
             plan.replace(call, text, "gradients stay here, whatever the model is wrapped in")
-    for node in plan.script.nodes(ast.Attribute):
-        if node.attr == "module" and isinstance(node.ctx, ast.Load) and is_trained(plan, node.value):
+    for node in plan.script.reads:
+        if isinstance(node, ast.Attribute) and node.attr == "module" and is_trained(plan, node.value):
             text = f"{plan.accelerator}.unwrap_model({plan.script.text_of(node.value)})"
             plan.replace(node, text, "the model without what prepare() put around it")
 
@@ -151,12 +146,10 @@ def is_trained(plan: Plan, node: ast.expr) -> bool:
 def _inside(plan: Plan, value: ast.expr) -> ast.expr | None:
     """Return the name inside of ``name.to(...)``, ``name.cuda()`` or ``DistributedDataParallel(name, ...)``."""
     while not dotted(value):
-        method_call = method(value)
-        if method_call is not None and method_call[0] in ("to", "cuda", "train", "eval"):
-            value = method_call[1]
-        elif (
-            isinstance(value, ast.Call) and value.args and plan.script.path(value.func).rpartition(".")[2] in _WRAPPERS
-        ):
+        name, owner = method(value) or ("", value)
+        if name in ("to", "cuda", "train", "eval"):
+            value = owner
+        elif isinstance(value, ast.Call) and value.args and plan.script.last_name(value) in _WRAPPERS:
             value = value.args[0]
         else:
             return None
@@ -201,8 +194,7 @@ def _is_test(plan: Plan, node: ast.AST) -> bool:
 
 def _collective(plan: Plan, call: ast.Call, last: str) -> None:
     number = _NUMBERS.get(f"torch.distributed.{last}")
-    statement = plan.script.statement(call)
-    is_whole = isinstance(statement, ast.Expr) and statement.value is call
+    is_whole = plan.script.is_statement(call)
     if number is not None:
         plan.replace(call, f"{plan.accelerator}.{number}", "the number of this process")
     elif last == "barrier":
@@ -224,13 +216,7 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
             text = f"{into}[:] = gather_object([{what}])"
             plan.imports["accelerate.utils"].append("gather_object")
         plan.replace(call, text, "of all processes, in the order of their ranks")
-    elif last not in (
-        "is_initialized",
-        "is_available",
-        "is_nccl_available",
-        "is_gloo_available",
-        "is_torchelastic_launched",
-    ):
+    elif last not in _QUESTIONS:
         plan.note(call, f"torch.distributed.{last} is left as it is; it needs several processes.")
 
 
@@ -292,11 +278,11 @@ def _samplers(plan: Plan) -> None:
     loaders = [call for call in plan.script.nodes(ast.Call) if plan.survey.role(call) == LOADER and call.keywords]
     for call in loaders:
         _loader(plan, call)
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is not None and method_call[0] == "set_epoch" and _is_replaced(plan, method_call[1]):
+    for call, owner in plan.script.methods("set_epoch"):
+        if _is_replaced(plan, owner):
             plan.remove(plan.script.statement(call), "a prepared loader shuffles anew in each epoch by itself")
-        elif dotted(call.func) == "len" and call.args and (data := _divided_data(plan, call.args[0])):
+    for call in plan.script.calls("len"):
+        if call.args and (data := _divided_data(plan, call.args[0])):
             plan.replace(call, f"-(-len({data}) // {plan.accelerator}.num_processes)", "the part of one process")
     _confirm(plan)
     for symbol in list(plan.survey.assigned):
@@ -307,7 +293,7 @@ def _samplers(plan: Plan) -> None:
 
 def _confirm(plan: Plan) -> None:
     """Tell prepare() that the training loaders are divided, if a sampler stays because evaluation has the same line."""
-    loaders = set(plan.names(LOADER))
+    loaders = set(plan.prepared[LOADER])
     if loaders and loaders <= plan.divided:
         plan.arguments["dataloader_config"] = "DataLoaderConfiguration(already_sharded=True)"
         plan.imports["accelerate"].append("DataLoaderConfiguration")
@@ -325,7 +311,7 @@ def is_kept(plan: Plan, symbol: Symbol) -> bool:
 def _is_replaced(plan: Plan, node: ast.expr) -> bool:
     """Return whether an expression is a sampler that doesn't stay: `sampler` or `loader.sampler`."""
     owner = node.value if isinstance(node, ast.Attribute) and node.attr == "sampler" else node
-    roots = plan.survey.roots(plan.survey.symbol(owner))
+    roots = plan.survey.roots_of(owner)
     return _is_sampler(plan, node) and not any(is_kept(plan, root) for root in roots)
 
 
@@ -333,7 +319,7 @@ def _divided_data(plan: Plan, node: ast.expr) -> str:
     """Return the data of `loader.sampler`, if prepare() divides this loader."""
     if not isinstance(node, ast.Attribute) or node.attr != "sampler":
         return ""
-    roots = plan.survey.roots(plan.survey.symbol(node.value))
+    roots = plan.survey.roots_of(node.value)
     is_divided = bool(roots) and roots <= set(plan.prepared[LOADER]) and not roots & plan.divided
     return f"{plan.script.text_of(node.value)}.dataset" if is_divided else ""
 
@@ -352,7 +338,7 @@ def sampler_of(plan: Plan, node: ast.expr | None) -> ast.Call | None:
         return sampler_of(plan, node.body) or sampler_of(plan, node.orelse)
     if isinstance(node, ast.Call):
         return node if plan.survey.role(node) == SAMPLER else None
-    for root in plan.survey.roots(plan.survey.symbol(node)):
+    for root in plan.survey.roots_of(node):
         for _, value, position in plan.survey.assignments(root):
             made = plan.survey.result_of(value, position)
             is_copy = made is value and isinstance(value, (ast.Name, ast.Attribute))
@@ -364,27 +350,24 @@ def sampler_of(plan: Plan, node: ast.expr | None) -> ast.Call | None:
 
 def _loader(plan: Plan, call: ast.Call) -> None:
     """Replace a loader's distributed sampler by ``shuffle``, and prepare the loader."""
-    keywords = {keyword.arg: keyword for keyword in call.keywords}
-    keyword = keywords.get("sampler")
-    made = None if keyword is None else sampler_of(plan, keyword.value)
-    if keyword is None or made is None:
+    keywords = {each.arg: each for each in call.keywords}
+    own, sampler = keywords.get("shuffle"), keywords.get("sampler")
+    made = None if sampler is None else sampler_of(plan, sampler.value)
+    if sampler is None or made is None:
         return
     bound = set(plan.survey.bound(call))
     if bound & _evaluated(plan):
         _complete(plan, made)
         plan.divided |= bound
         return
-    given = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
+    given = keyword(made, "shuffle")
     shuffle = "True" if given is None else plan.script.text_of(given)
-    own = keywords.get("shuffle")
     if own is not None:
         plan.replace(own.value, shuffle, "the order that the sampler gave", uses=False)
-        _drop(plan, call, keyword, _SHARDED)
+        _drop(plan, call, sampler, _SHARDED)
     else:
-        plan.replace(keyword, f"shuffle={shuffle}", _SHARDED, uses=False)
-    for symbol in plan.survey.bound(call):
-        if symbol not in plan.prepared[LOADER]:
-            plan.prepared[LOADER].append(symbol)
+        plan.replace(sampler, f"shuffle={shuffle}", _SHARDED, uses=False)
+    plan.prepare(LOADER, plan.survey.bound(call))
 
 
 def _evaluated(plan: Plan) -> set[Symbol]:
@@ -398,23 +381,23 @@ def _complete(plan: Plan, made: ast.Call) -> None:
     if id(made) in plan.kept_samplers:
         return
     plan.kept_samplers.add(id(made))
-    given = {keyword.arg for keyword in made.keywords}
+    given = {each.arg for each in made.keywords}
     missing = {"num_replicas": "num_processes", "rank": "process_index"}
     text = "".join(f", {name}={plan.accelerator}.{value}" for name, value in missing.items() if name not in given)
     if made.args and len(made.args) == 1 and text:
-        end = max(plan.script.end(each) for each in (*made.args, *(keyword.value for keyword in made.keywords)))
+        end = max(map(plan.script.end, (*made.args, *made.keywords)))
         plan.cut(end, end, text, _DIVIDED, made)
         plan.users.append(made)
 
 
-def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
+def _drop(plan: Plan, call: ast.Call, given: ast.keyword, why: str) -> None:
     """Remove an argument and the comma before it (or after it, for the first argument)."""
     arguments = sorted([*call.args, *call.keywords], key=plan.script.start)
-    at = arguments.index(keyword)
+    at = arguments.index(given)
     if at:
-        plan.cut(plan.script.end(arguments[at - 1]), plan.script.end(keyword), "", why, keyword)
+        plan.cut(plan.script.end(arguments[at - 1]), plan.script.end(given), "", why, given)
     elif len(arguments) > 1:
-        plan.cut(plan.script.start(keyword), plan.script.start(arguments[1]), "", why, keyword)
+        plan.cut(plan.script.start(given), plan.script.start(arguments[1]), "", why, given)
 
 
 def _is_handed_on(plan: Plan, node: ast.Name, symbol: Symbol) -> bool:
@@ -434,7 +417,7 @@ def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.ex
         else:
             plan.remove(statement, _SHARDED)
     made = sampler_of(plan, value)
-    for node in plan.script.nodes(ast.Call):
-        if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
+    for node in plan.script.calls("len"):
+        if made is not None and node.args and plan.survey.symbol(node.args[0]) == symbol:
             data = plan.script.text_of(made.args[0]) if made.args else "dataset"
             plan.replace(node, f"(len({data}) // {plan.accelerator}.num_processes)", "the part of one process")

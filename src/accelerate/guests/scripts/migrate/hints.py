@@ -7,7 +7,7 @@ from typing import Final
 
 from .distributed import is_by_hand
 from .plan import LOADER, Plan
-from .source import dotted, method
+from .source import argument, dotted, is_constant, keyword, method
 
 _DRAWS: Final = frozenset(
     {
@@ -37,7 +37,7 @@ def note_draws(plan: Plan) -> None:
 
 
 def _draws(plan: Plan, call: ast.Call) -> bool:
-    if any(keyword.arg == "generator" for keyword in call.keywords):
+    if keyword(call, "generator") is not None:
         return False
     path = plan.script.path(call.func)
     if path.startswith(("torch.", "numpy.random.", "random.")):
@@ -47,12 +47,8 @@ def _draws(plan: Plan, call: ast.Call) -> bool:
 
 def global_batch(plan: Plan, *, keeps: bool) -> None:
     """Share each batch over the processes if the global batch is kept, else note that it grows with them."""
-    made = [
-        value
-        for symbol in plan.names(LOADER)
-        for _, value, _ in plan.survey.assignments(symbol)
-        if isinstance(value, ast.Call)
-    ]
+    values = (value for symbol in plan.prepared[LOADER] for _, value, _ in plan.survey.assignments(symbol))
+    made = [value for value in values if isinstance(value, ast.Call)]
     if not made or not plan.survey.backwards:
         return
     if keeps:
@@ -74,7 +70,7 @@ def global_batch(plan: Plan, *, keeps: bool) -> None:
 def bars(plan: Plan, is_visible: set[int], after: int, prepared_at: dict[int, int]) -> None:
     """Give progress bars the length of the prepared loader, and draw them on one process."""
     for call in plan.script.nodes(ast.Call):
-        if plan.script.path(call.func).rpartition(".")[2] not in _BARS or plan.is_removed(call):
+        if plan.script.last_name(call) not in _BARS or plan.is_removed(call):
             continue
         scope = plan.script.scope(call)
         start = plan.script.start(call)
@@ -82,36 +78,31 @@ def bars(plan: Plan, is_visible: set[int], after: int, prepared_at: dict[int, in
             for name in _lengths(call):
                 _measure_again(plan, name)
         is_late = not isinstance(scope, ast.Module) or start > after
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if id(scope) in is_visible and is_late and arguments and not any(w.arg == "disable" for w in call.keywords):
-            end = max(map(plan.script.end, arguments))
+        given = [*call.args, *call.keywords]
+        if id(scope) in is_visible and is_late and given and keyword(call, "disable") is None:
+            end = max(map(plan.script.end, given))
             text = f", disable=not {plan.accelerator}.is_local_main_process"
             plan.cut(end, end, text, "drawn once, not once a process", call)
 
 
 def _lengths(call: ast.Call) -> list[ast.Name]:
     """Return the names in a bar's length: of ``tqdm(total=n)``, ``tqdm(range(n))`` and ``trange(n)``."""
-    places: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg == "total"]
+    places: list[ast.expr] = [each.value for each in call.keywords if each.arg == "total"]
     places += [each for each in call.args if dotted(call.func).endswith("trange") or isinstance(each, ast.Call)]
     return [name for place in places for name in ast.walk(place) if isinstance(name, ast.Name)]
 
 
 def _measure_again(plan: Plan, name: ast.Name) -> None:
     """Replace a number of steps, counted before ``prepare``, by the expression itself."""
-    symbol = plan.survey.symbol(name)
-    made = plan.survey.assignments(symbol) if symbol is not None else []
+    made = plan.survey.assignments_to(name)
     if len(made) != 1 or made[0][2] is not None:
         return
     value = made[0][1]
-    measured = [
-        call
-        for call in plan.script.nodes(ast.Call, value)
-        if dotted(call.func) == "len" and call.args and plan.is_prepared(call.args[0], LOADER)
-    ]
-    if measured and plan.script.scope(value) is plan.script.scope(name):
-        plan.replace(
-            name, plan.script.text_of(value), "the steps of one process, counted again after prepare()", uses=False
-        )
+    calls = [call for call in plan.script.nodes(ast.Call, value) if dotted(call.func) == "len"]
+    is_near = plan.script.scope(value) is plan.script.scope(name)
+    if is_near and any(plan.is_prepared(each, LOADER) for call in calls for each in call.args[:1]):
+        why = "the steps of one process, counted again after prepare()"
+        plan.replace(name, plan.script.text_of(value), why, uses=False)
 
 
 _WEIGHTED: Final = (
@@ -122,7 +113,6 @@ _WEIGHTED: Final = (
 )
 #: The position of the class weights in the arguments of these.
 _WEIGHT_PLACES: Final = {"CrossEntropyLoss": 0, "NLLLoss": 0, "cross_entropy": 2, "nll_loss": 2}
-_MEAN: Final = ast.Constant("mean")
 _PAIRED: Final = (
     "the loss compares the samples of a batch with each other, and a process has its own only",
     "this compares the samples of a batch with each other: on several processes each with those of its own process.",
@@ -142,11 +132,11 @@ _SUMMED: Final = (
 def note_losses(plan: Plan) -> list[str]:
     """Add notes about results that differ on several processes by design, and return the reasons."""
     found: dict[str, None] = {}
-    for node in plan.script.nodes((ast.Call, ast.BinOp)):
+    for node in plan.script.nodes((ast.Call, ast.BinOp)) if plan.survey.backwards else ():
         reason = _WEIGHTED if _is_weighted(plan, node) else _PAIRED if _is_of_pairs(node) else None
         if reason is None and _is_summed(node) and plan.is_in_training(node) and not is_by_hand(plan):
             reason = _SUMMED
-        if reason is not None and plan.survey.backwards:
+        if reason is not None:
             plan.note(node, reason[1])
             found[reason[0]] = None
     return list(found)
@@ -154,27 +144,18 @@ def note_losses(plan: Plan) -> list[str]:
 
 def _is_weighted(plan: Plan, node: ast.AST) -> bool:
     """Return whether a cross entropy is a weighted mean, because of ``ignore_index`` or class ``weight``."""
-    if not isinstance(node, ast.Call):
+    place = _WEIGHT_PLACES.get(plan.script.last_name(node)) if isinstance(node, ast.Call) else None
+    if place is None or not isinstance(node, ast.Call):
         return False
-    place = _WEIGHT_PLACES.get(plan.script.path(node.func).rpartition(".")[2])
-    if place is None:
-        return False
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    reduction = given.get("reduction", _MEAN)
-    weight = node.args[place] if len(node.args) > place else given.get("weight")
-    leaves_out = "ignore_index" in given or not (weight is None or _is_none(weight))
-    return leaves_out and isinstance(reduction, ast.Constant) and reduction.value == _MEAN.value
+    reduction, weight = keyword(node, "reduction"), argument(node, "weight", place)
+    is_unweighted = weight is None or is_constant(weight, None)
+    leaves_out = not is_unweighted or keyword(node, "ignore_index") is not None
+    return leaves_out and (reduction is None or is_constant(reduction, "mean"))
 
 
 def _is_summed(node: ast.AST) -> bool:
     """Return whether a loss is a sum: ``reduction="sum"``."""
-    given = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
-    reduction = given.get("reduction")
-    return isinstance(reduction, ast.Constant) and reduction.value == "sum"
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+    return isinstance(node, ast.Call) and is_constant(keyword(node, "reduction"), "sum")
 
 
 def _is_of_pairs(node: ast.AST) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -70,7 +70,7 @@ class Plan:
     accelerator: str = "accelerator"
 
     def __post_init__(self) -> None:
-        if self.script.is_used(self.accelerator):
+        if any(node.id == self.accelerator for node in self.script.nodes(ast.Name)):
             self.accelerator = "the_accelerator"
         self.prepared: dict[str, list[Symbol]] = {role: list(found) for role, found in self.survey.trained.items()}
 
@@ -89,6 +89,10 @@ class Plan:
     def remove(self, statement: ast.stmt, why: str) -> None:
         """Remove the statement with its lines; a block that becomes empty is removed too."""
         self.removed.setdefault(statement, why)
+
+    def prepare(self, role: str, symbols: Iterable[Symbol]) -> None:
+        """Add objects to those that are prepared."""
+        self.prepared[role] = list(dict.fromkeys([*self.prepared[role], *symbols]))
 
     def note(self, node: ast.AST, text: str) -> None:
         """Add a message about the position of ``node``."""
@@ -113,7 +117,7 @@ class Plan:
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name refers to a prepared object, through parameters and aliases."""
-        roots = self.survey.roots(self.survey.symbol(node))
+        roots = self.survey.roots_of(node)
         return bool(roots) and roots <= set(self.prepared[role])
 
     def is_removed(self, node: ast.AST) -> bool:
@@ -154,10 +158,6 @@ class Plan:
             if not is_definition and self.script.scope(statement) is scope and self.survey.trains(statement):
                 yield statement
 
-    def names(self, role: str) -> list[Symbol]:
-        """Return the prepared objects of one role."""
-        return self.prepared[role]
-
     def scope_of(self, user: Placed) -> Scope:
         """Return the function, or the module, that a use is in."""
         return user.scope if isinstance(user, UsePoint) else self.script.scope(user)
@@ -176,10 +176,9 @@ class Plan:
             for node in self.script.nodes(_WRAPPING):
                 if self._is_empty(node) and node not in self.removed:
                     self.remove(node, self._why_inside(node))
-            for name, functions in self.survey.functions.items():
-                for function in functions:
-                    if function not in self.removed and self._is_empty(function) and self._calls_can_go(name):
-                        self._remove_function(function, name)
+            for function in (each for functions in self.survey.functions.values() for each in functions):
+                if function not in self.removed and self._is_empty(function):
+                    self._remove_function(function)
             changed = len(self.removed) != before
 
     def _is_empty(self, node: Block) -> bool:
@@ -193,15 +192,13 @@ class Plan:
     def _why_inside(self, node: Block) -> str:
         return next(self.removed[each] for each in node.body if each in self.removed)
 
-    def _calls_can_go(self, name: str) -> bool:
-        uses = [n for n in ast.walk(self.script.tree) if isinstance(n, ast.Name) and n.id == name]
-        return all(isinstance(self.script.statement(use), ast.Expr) for use in uses)
-
-    def _remove_function(self, function: Function, name: str) -> None:
-        self.remove(function, self._why_inside(function))
-        for use in ast.walk(self.script.tree):
-            if isinstance(use, ast.Name) and use.id == name:
-                self.remove(self.script.statement(use), f"{name}() is gone")
+    def _remove_function(self, function: Function) -> None:
+        """Remove a function with its calls, if no statement needs their value."""
+        uses = [self.script.statement(node) for node in self.script.nodes(ast.Name) if node.id == function.name]
+        if all(isinstance(statement, ast.Expr) for statement in uses):
+            self.remove(function, self._why_inside(function))
+            for statement in uses:
+                self.remove(statement, f"{function.name}() is gone")
 
     def removals(self) -> list[Edit]:
         """Return the removed statements as edits."""
@@ -268,11 +265,8 @@ class Plan:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 __all__ = ["LOADER", "MODEL", "OPTIMIZER", "PREPARED", "SCHEDULER", "Note", "Plan", "UsePoint", "dotted"]

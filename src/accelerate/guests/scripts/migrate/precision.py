@@ -54,15 +54,10 @@ def _entered_elsewhere(plan: Plan, call: ast.Call) -> bool:
     for item in plan.script.nodes(ast.withitem):
         used = item.context_expr
         name = used.func if isinstance(used, ast.Call) and not used.args else used
-        if dotted(name) and plan.survey.roots(plan.survey.symbol(name)) & names:
+        if dotted(name) and plan.survey.roots_of(name) & names:
             plan.replace(used, f"{plan.accelerator}.autocast()", _WHY)
             entered.append(name)
-    uses = [
-        node
-        for node in plan.script.nodes((ast.Name, ast.Attribute))
-        if isinstance(node.ctx, ast.Load) and plan.survey.symbol(node) in names
-    ]
-    if entered and all(node in entered for node in uses):
+    if entered and all(node in entered for node in plan.survey.uses(names)):
         for symbol in names:
             for statement, value, _ in plan.survey.assignments(symbol):
                 if getattr(statement, "value", None) is value:
@@ -117,7 +112,7 @@ def _half(plan: Plan, node: ast.expr, depth: int = 0) -> str | None:
         key = text_at_root(plan, node.slice)
         items = [f"{name}: {value}" for name, value in zip(keys, values, strict=True) if name and value]
         return f"{{{', '.join(items)}}}[{key}]" if key and len(items) == len(values) else None
-    made = plan.survey.assignments(plan.survey.symbol(node)) if depth < 4 else []
+    made = plan.survey.assignments_to(node) if depth < 4 else []
     if len(made) == 2 and isinstance(test := plan.script.parents[made[1][0]], ast.If):
         return _choice(plan, test.test, *(_half(plan, value, depth + 1) for _, value, _ in reversed(made)))
     return _half(plan, made[0][1], depth + 1) if len(made) == 1 else None
@@ -189,7 +184,7 @@ def _condition(plan: Plan, test: ast.expr) -> str | None:
 
 def _scaler_condition(plan: Plan, scaler: ast.expr) -> str | None:
     """Return the condition under which a scaler is made."""
-    for root in plan.survey.roots(plan.survey.symbol(scaler)):
+    for root in plan.survey.roots_of(scaler):
         for statement, value, _ in plan.survey.assignments(root):
             parent = plan.script.parents[statement]
             if isinstance(value, ast.IfExp) and plan.survey.role(value.body) == SCALER:
@@ -221,7 +216,7 @@ def text_at_root(plan: Plan, node: ast.expr) -> str | None:
             first in dir(builtins) and not plan.survey.assignments(Symbol(plan.script.tree, first))
         ):
             continue
-        roots = {_as_entered(plan, root, owner) for root in plan.survey.roots(plan.survey.symbol(owner))}
+        roots = {_as_entered(plan, root, owner) for root in plan.survey.roots_of(owner)}
         if len(roots) != 1 or isinstance((root := next(iter(roots))).scope, ast.ClassDef):
             return None
         made = plan.survey.assignments(root)
@@ -252,11 +247,8 @@ def _as_entered(plan: Plan, root: Symbol, node: ast.expr) -> Symbol:
 
 def _pure(plan: Plan, value: ast.expr) -> str:
     """Return the text of a constant, or of an expression of imported functions; '' for others."""
-    if any(
-        method(each) is not None and plan.script.path(each.func).startswith("argparse")
-        for each in ast.walk(value)
-        if isinstance(each, ast.Call)
-    ):
+    calls = plan.script.nodes(ast.Call, value)
+    if any(method(each) is not None and plan.script.path(each.func).startswith("argparse") for each in calls):
         return ""
-    names = [each.id for each in ast.walk(value) if isinstance(each, ast.Name)]
+    names = [each.id for each in plan.script.nodes(ast.Name, value)]
     return _in_brackets(plan.script.text_of(value)) if all(name in plan.script.imported for name in names) else ""

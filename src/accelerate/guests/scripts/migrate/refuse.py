@@ -10,7 +10,7 @@ from typing import Final
 from ....errors import AccelerateError
 from .distributed import is_by_hand, is_kept, is_trained, sampler_of
 from .plan import Plan
-from .source import Edit, Function, Placed, Script, chosen, dotted, keyword, method, targets
+from .source import Edit, Function, Placed, Script, chosen, dotted, is_constant, keyword, method, targets
 from .steps import adds_up, collected
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, Survey
 
@@ -81,12 +81,8 @@ def _check_optimizers(script: Script, survey: Survey) -> None:
             if _is_data(owner):
                 raise _refused(script, call, "weights are changed by hand here, and no optimizer was recognised. Use "
                                "`torch.optim.SGD(model.parameters(), lr=lr)` and `optimizer.step()`")  # fmt: skip
-        stepped = [
-            statement
-            for _, owner in script.methods("zero_grad")
-            for root in survey.roots(survey.symbol(owner))
-            for statement, _, _ in survey.assignments(root)
-        ]
+        roots = [root for _, owner in script.methods("zero_grad") for root in survey.roots_of(owner)]
+        stepped = [statement for root in roots for statement, _, _ in survey.assignments(root)]
         raise _refused(script, (stepped or survey.backwards)[0], "no optimizer was recognised (one of torch.optim) for "
                        "the training loop. Make it with `torch.optim.NAME(model.parameters(), ...)`")  # fmt: skip
     if not survey.trained[MODEL]:
@@ -125,10 +121,8 @@ def _check_imports(script: Script) -> None:
                 if name == other or name.startswith(f"{other}."):
                     raise _refused(script, node, reason)
     for node in script.nodes(ast.Call):
-        method_call = method(node)
-        if dotted(node.func) == "Accelerator" or (
-            method_call and method_call[0] == "prepare" and "accelerator" in dotted(method_call[1])
-        ):
+        name, owner = method(node) or ("", node)
+        if dotted(node.func) == "Accelerator" or (name == "prepare" and "accelerator" in dotted(owner)):
             raise _refused(script, node, "it uses accelerate already")
 
 
@@ -166,7 +160,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         return not plan.is_removed(node) and not any(first <= start < end for first, end in covered)
 
     for call, owner in script.methods("parameters", "named_parameters"):
-        if dotted(owner) == "self" and any(symbol.name == "self" for symbol in plan.names(MODEL)):
+        if dotted(owner) == "self" and any(symbol.name == "self" for symbol in plan.prepared[MODEL]):
             raise _refused(script, call, "the model trains itself: its own methods would bypass the wrapper that "
                            "prepare() returns. Move the loop out of the class")  # fmt: skip
     around = _bypassing(plan)
@@ -174,13 +168,13 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         raise _refused(script, around, f"`{dotted(around.func)}()` runs the model without its forward(), so gradients "
                        "aren't averaged over processes. Let forward() return the loss, and call the model itself "
                        "in the loop")  # fmt: skip
-    for call in script.nodes(ast.Call) if plan.survey.backwards and not plan.names(LOADER) else ():
+    for call in script.nodes(ast.Call) if plan.survey.backwards and not plan.prepared[LOADER] else ():
         if plan.survey.role(call) == LOADER and not plan.is_removed(call):
             raise _refused(script, _training_loop(plan) or call, "the loop that calls backward() doesn't visibly go "
                            f"through the loader of line {call.lineno}, so every process would train on all of it. "
                            "Write `for batch in loader:` here, with the loader's own name or parameter")  # fmt: skip
     for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
-        keeps = _is_constant(keyword(call, "retain_graph"), True)
+        keeps = is_constant(keyword(call, "retain_graph"), True)
         if keeps and not is_by_hand(plan):
             raise _refused(script, call, "a second backward pass goes through the same forward pass, and gradients "
                            "are averaged in the first one. Add the losses and call backward() once")  # fmt: skip
@@ -190,7 +184,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         given = keyword(call, "sampler")
         if given is None or sampler_of(plan, given) is None or plan.survey.role(call) != LOADER:
             continue
-        if not any(symbol in {*plan.names(LOADER), *plan.divided} for symbol in plan.survey.bound(call)):
+        if not any(symbol in {*plan.prepared[LOADER], *plan.divided} for symbol in plan.survey.bound(call)):
             raise _refused(script, call, "this loader's part of the data comes from a DistributedSampler, and it isn't "
                            "understood which name the loader gets. Give it one that prepare() can take")  # fmt: skip
     for node in script.nodes(ast.Attribute):
@@ -199,7 +193,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         if node.attr == "module" and stays(node):
             raise _refused(script, node, f"`{dotted(node)}` is the model inside DistributedDataParallel, but "
                            f"`{dotted(node.value)}` isn't a model known here")  # fmt: skip
-        owners = plan.survey.roots(plan.survey.symbol(node.value))
+        owners = plan.survey.roots_of(node.value)
         if node.attr == "sampler" and stays(node) and not (owners and all(is_kept(plan, each) for each in owners)):
             raise _refused(script, node, f"`{dotted(node)}` is the part of one process; the sampler of a prepared "
                            "loader is the whole order. Use the loader's dataset instead")  # fmt: skip
@@ -229,7 +223,7 @@ def _training_loop(plan: Plan) -> ast.stmt | None:
 
 def _check_wrapped_loaders(plan: Plan) -> None:
     """Raise if a loader's name stands for an object of a class that wraps it."""
-    for symbol in plan.names(LOADER):
+    for symbol in plan.prepared[LOADER]:
         for statement, value, _ in plan.survey.assignments(symbol):
             name = dotted(value.func) if isinstance(value, ast.Call) else ""
             if name in plan.survey.classes and plan.survey.role(value) is None:
@@ -240,7 +234,7 @@ def _check_wrapped_loaders(plan: Plan) -> None:
 
 def _check_stages(plan: Plan) -> None:
     """Raise if a prepared object is created again after another one of its name was trained."""
-    for symbol in dict.fromkeys(symbol for role in PREPARED for symbol in plan.names(role)):
+    for symbol in dict.fromkeys(symbol for role in PREPARED for symbol in plan.prepared[role]):
         made = [
             statement
             for statement, value, _ in plan.survey.assignments(symbol)
@@ -269,21 +263,14 @@ def _check_unfreezing(plan: Plan) -> None:
         for statement in plan.script.nodes(ast.Assign)
         if any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
     ]
-    for call, _ in plan.script.methods("requires_grad_"):
-        changes.append((call, call.args[0] if call.args else None))
-    frozen = [node for node, value in changes if not _is_constant(value, True) and value is not None]
-    freed = [node for node, value in changes if not _is_constant(value, False)]
-    if any(not is_late for node in frozen for _, is_late in _places(plan, node)):
-        for node in freed:
-            for place, is_late in _places(plan, node):
-                if is_late:
-                    raise _refused(plan.script, place, "parameters that were frozen before are trained from here on; "
-                                   "prepare() has wrapped the model without them, so each process would train its own. "
-                                   "Prepare the model again by hand after this line")  # fmt: skip
-
-
-def _is_constant(node: ast.expr | None, value: object) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
+    changes += [(call, (*call.args, None)[0]) for call, _ in plan.script.methods("requires_grad_")]
+    frozen = [node for node, value in changes if not is_constant(value, True) and value is not None]
+    freed = [node for node, value in changes if not is_constant(value, False)]
+    late = [place for node in freed for place, is_late in _places(plan, node) if is_late]
+    if late and not all(is_late for node in frozen for _, is_late in _places(plan, node)):
+        raise _refused(plan.script, late[0], "parameters that were frozen before are trained from here on; prepare() "
+                       "has wrapped the model without them, so each process would train its own. Prepare the model "
+                       "again by hand after this line")  # fmt: skip
 
 
 def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
@@ -292,15 +279,10 @@ def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
     name = "" if isinstance(scope, ast.Module) else scope.name
     calls: list[Placed] = [c for c in plan.script.nodes(ast.Call) if name and dotted(c.func).rpartition(".")[2] == name]
     for place in calls if calls and not plan.survey.trains(scope) else [node]:
-        outer = set(map(id, plan.script.ancestors(place)))
-        yield (
-            place,
-            any(
-                (statement.end_lineno or 0) < place.lineno
-                or (isinstance(statement, (ast.For, ast.While)) and id(statement) in outer)
-                for statement in plan.training_in(plan.script.scope(place))
-            ),
-        )
+        outer, trained = set(plan.script.ancestors(place)), list(plan.training_in(plan.script.scope(place)))
+        past = [each for each in trained if (each.end_lineno or 0) < place.lineno]
+        around = [each for each in trained if isinstance(each, (ast.For, ast.While)) and each in outer]
+        yield place, bool(past or around)
 
 
 def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
@@ -309,27 +291,21 @@ def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
     if not values:
         return "." not in name
     left = [value for value in values if stays(value)]
-    return len(left) < len(values) and all(_is_constant(value, 1) for value in left)
+    return len(left) < len(values) and all(is_constant(value, 1) for value in left)
 
 
 def _refused(script: Script, node: ast.AST, reason: str) -> Refused:
-    return Refused(f"{script.location(node)}: {reason}.")
+    return Refused(f"{script.name}:{getattr(node, 'lineno', 1)}: {reason}.")
 
 
 def _bypassing(plan: Plan) -> ast.Call | None:
     """Return the first call of a prepared model's own method that runs its layers in the training loop."""
     for call in plan.script.nodes(ast.Call):
-        found = method(call)
-        if found is None or not dotted(found[1]) or found[0] not in plan.survey.functions or found[0] == "forward":
+        name, owner = method(call) or ("forward", call)
+        if name == "forward" or not dotted(owner) or not _is_kept(plan, call):
             continue
-        own = [each for each in plan.survey.functions[found[0]] if _is_of_module(plan, each)]
-        if (
-            own
-            and is_trained(plan, found[1])
-            and plan.is_in_training(call)
-            and _is_kept(plan, call)
-            and _runs_layers(plan, own[0])
-        ):
+        own = [each for each in plan.survey.functions.get(name, ()) if _is_of_module(plan, each)]
+        if own and is_trained(plan, owner) and plan.is_in_training(call) and _runs_layers(plan, own[0]):
             return call
     return None
 
@@ -348,13 +324,7 @@ def _runs_layers(plan: Plan, function: Function) -> bool:
     """Return whether a method calls the module itself or one of its layers, with gradients."""
     if any(map(plan.is_without_gradients, function.decorator_list)):
         return False
-    for call in plan.script.nodes(ast.Call, function):
-        name = dotted(call.func)
-        if name == "self" or name == "self.forward":
-            return True
-        is_layer = (
-            name.startswith("self.") and name.count(".") == 1 and plan.survey.role_of(plan.survey.symbol(call.func))
-        )
-        if is_layer == "model":
-            return True
-    return False
+    called = [call.func for call in plan.script.nodes(ast.Call, function)]
+    layers = (each for each in called if isinstance(each, ast.Attribute))
+    runs_itself = any(dotted(each) in ("self", "self.forward") for each in called)
+    return runs_itself or any(plan.survey.role_of(plan.survey.symbol(each)) == MODEL for each in layers)

@@ -18,6 +18,7 @@ from .source import Edit, Function, Placed, Scope, chosen, dotted, first_line, p
 from .survey import Symbol
 
 _WIDTH: Final = 100
+_ENDS_IMPORTS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 _WHY_PREPARE: Final = "each object in the form that this run needs, on one process or many"
 _WHY_MADE: Final = "the Accelerator gets the device, the processes and the precision from the launcher or this line"
 
@@ -62,7 +63,7 @@ def prepare(plan: Plan) -> dict[int, int]:
     """Insert ``prepare`` after the last of its objects in each scope, and return its offset by the id of the scope."""
     groups: dict[int, tuple[Scope, list[tuple[str, Symbol]]]] = {}
     for role in PREPARED:
-        for symbol in plan.names(role):
+        for symbol in plan.prepared[role]:
             scope = _prepare_scope(plan, symbol)
             groups.setdefault(id(scope), (scope, []))[1].append((role, symbol))
     found: dict[int, int] = {}
@@ -78,7 +79,7 @@ def prepare(plan: Plan) -> dict[int, int]:
         insert(plan, point, text, _WHY_PREPARE)
         found[key] = point.offset
         plan.users.append(UsePoint(scope, point.offset))
-    if not plan.names(LOADER) and plan.survey.backwards and not is_by_hand(plan):
+    if not plan.prepared[LOADER] and plan.survey.backwards and not is_by_hand(plan):
         plan.note(
             plan.survey.backwards[0],
             "no DataLoader was found in the training loop, so every process would train on the same data. Give the "
@@ -233,13 +234,10 @@ def _last_import(plan: Plan) -> ast.stmt | None:
     """Return the last import at the head of the module."""
     found: ast.stmt | None = None
     for statement in plan.script.tree.body:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)) or (
-            isinstance(statement, ast.Try) and all(map(_is_import, statement.body)) and not _defines(statement)
-        ):
+        tries = isinstance(statement, ast.Try) and all(map(_is_import, statement.body)) and not _defines(statement)
+        if _is_import(statement) or tries:
             found = statement
-        elif isinstance(
-            statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
-        ) or plan.survey.trains(statement):
+        elif isinstance(statement, _ENDS_IMPORTS) or plan.survey.trains(statement):
             break
     return found
 
@@ -338,12 +336,8 @@ def _before_the_first_use(
 
 
 def _last_assignment(plan: Plan, scope: Scope) -> ast.stmt | None:
-    made = [
-        statement
-        for symbol in plan.needs
-        if symbol.scope is scope
-        for statement, _, _ in plan.survey.assignments(symbol)
-    ]
+    needs = (symbol for symbol in plan.needs if symbol.scope is scope)
+    made = [statement for symbol in needs for statement, _, _ in plan.survey.assignments(symbol)]
     inside = [each for each in scope.body if any(statement in ast.walk(each) for statement in made)]
     return inside[-1] if inside else None
 
@@ -380,7 +374,7 @@ def _home_in_function(plan: Plan, function: Function, users: list[Placed]) -> _H
     begins = plan.script.start(function), plan.script.end(last) if last is not None else plan.script.start(function)
     if any(begins[0] < plan.offset(user) < begins[1] for user in users):
         return None
-    if any(_names_called(plan, statement) & using for statement in ahead):
+    if any(name in using for statement in ahead for name in _names_called(plan, statement)):
         return None
     return _Home(function, last, is_global=any(plan.scope_of(user) is not function for user in users))
 
@@ -389,12 +383,11 @@ def _called_at_once(plan: Plan, statement: ast.stmt) -> list[str]:
     """Return the script's functions that a statement of the module calls, without those in definitions."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
-    calls = plan.script.nodes(ast.Call, statement)
-    return [name for call in calls if (name := dotted(call.func).rpartition(".")[2]) in plan.survey.functions]
+    return [name for name in _names_called(plan, statement) if name in plan.survey.functions]
 
 
-def _names_called(plan: Plan, statement: ast.stmt) -> set[str]:
-    return {dotted(call.func).rpartition(".")[2] for call in plan.script.nodes(ast.Call, statement)}
+def _names_called(plan: Plan, statement: ast.stmt) -> list[str]:
+    return [dotted(call.func).rpartition(".")[2] for call in plan.script.nodes(ast.Call, statement)]
 
 
 def _is_known_at_once(plan: Plan, scope: Scope, users: list[Placed]) -> bool:

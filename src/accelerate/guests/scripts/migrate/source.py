@@ -82,10 +82,6 @@ class Script:
         line = self.lines[first_line(statement) - 1]
         return line[: len(line) - len(line.lstrip())]
 
-    def location(self, node: ast.AST) -> str:
-        """Return the location of a node, as ``train.py:31``."""
-        return f"{self.name}:{getattr(node, 'lineno', 1)}"
-
     # -- context ---------------------------------------------------------------------------------------------
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -99,6 +95,10 @@ class Script:
         while not isinstance(node, ast.stmt):
             node = self.parents[node]
         return node
+
+    def is_statement(self, node: ast.expr) -> bool:
+        """Return whether an expression is a statement of its own, whose value isn't used."""
+        return isinstance(self.parents[node], ast.Expr)
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the function (or the module) whose local names this node sees."""
@@ -133,6 +133,11 @@ class Script:
             self._found[kind] = found
         return found
 
+    @functools.cached_property
+    def reads(self) -> list[ast.Name | ast.Attribute]:
+        """The names and attributes that the script reads, in the order of the text."""
+        return [node for node in self.nodes((ast.Name, ast.Attribute)) if isinstance(node.ctx, ast.Load)]
+
     def methods(self, *names: str, inside: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield the calls of methods with these names, each with its object."""
         for call in self.nodes(ast.Call, inside):
@@ -140,10 +145,14 @@ class Script:
             if found is not None and found[0] in names:
                 yield call, found[1]
 
+    def calls(self, *paths: str) -> list[ast.Call]:
+        """Return the calls of functions with these full paths."""
+        return [call for call in self.nodes(ast.Call) if self.path(call.func) in paths]
+
     def values_of(self, name: str) -> list[ast.expr]:
         """Return the values that statements anywhere in the script assign to a name."""
-        assigned = (pair for each in self.nodes((ast.Assign, ast.AnnAssign)) for pair in pairs(each))
-        return [value for target, value in assigned if dotted(target) == name]
+        found = (each for statement in self.nodes((ast.Assign, ast.AnnAssign)) for each in assigned_values(statement))
+        return [value for target, value, _ in found if dotted(target) == name]
 
     # -- names ---------------------------------------------------------------------------------------------
 
@@ -154,9 +163,8 @@ class Script:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    names[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
+                    first = alias.name.split(".")[0]
+                    names[alias.asname or first] = alias.name if alias.asname else first
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -172,9 +180,9 @@ class Script:
             return ""
         return ".".join([self.imported.get(node.id, node.id), *reversed(parts)])
 
-    def is_used(self, name: str) -> bool:
-        """Return whether the script uses this name."""
-        return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.tree))
+    def last_name(self, call: ast.Call) -> str:
+        """Return the last part of the path of the function that is called."""
+        return self.path(call.func).rpartition(".")[2]
 
 
 def first_line(statement: ast.stmt) -> int:
@@ -210,6 +218,11 @@ def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
     return keyword(call, name) or (call.args[position] if position < len(call.args) else None)
 
 
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    """Return whether an expression is this constant; ``True`` isn't 1."""
+    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
+
+
 def targets(statement: ast.AST) -> list[ast.expr]:
     """Return the targets of an assignment or a loop, without nesting."""
     if isinstance(statement, ast.Assign):
@@ -228,28 +241,21 @@ def targets(statement: ast.AST) -> list[ast.expr]:
     return flat
 
 
-def pairs(statement: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each target with its value; ``a, b = x, y`` gives two pairs, ``a, b = f()`` gives ``f()`` twice."""
-    if isinstance(statement, ast.AnnAssign):
-        if statement.value is not None:
-            yield statement.target, statement.value
+def assigned_values(statement: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr, int | None]]:
+    """Yield each target with its value, and its index among those that get parts of one value, else None.
+
+    ``a, b = x, y`` gives ``x`` and ``y``, each as a whole; ``a, b = f()`` gives ``f()`` twice, with the indices 0, 1.
+    """
+    value = statement.value
+    if value is None:
         return
-    for target in statement.targets:
+    for target in [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets:
         if not isinstance(target, (ast.Tuple, ast.List)):
-            yield target, statement.value
-        elif isinstance(statement.value, (ast.Tuple, ast.List)) and len(statement.value.elts) == len(target.elts):
-            yield from zip(target.elts, statement.value.elts, strict=True)
+            yield target, value, None
+        elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+            yield from ((each, one, None) for each, one in zip(target.elts, value.elts, strict=True))
         else:
-            for element in target.elts:
-                yield element, statement.value
-
-
-def position_of(target: ast.expr, value: ast.expr, statement: ast.Assign | ast.AnnAssign) -> int | None:
-    """Return the index of a target among those that one value is assigned to; None if it is the only one."""
-    for whole in getattr(statement, "targets", ()):
-        if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
-            return whole.elts.index(target)
-    return None
+            yield from ((each, value, place) for place, each in enumerate(target.elts))
 
 
 def parameters(scope: Scope) -> list[str]:

@@ -9,14 +9,13 @@ from . import precision
 from .distributed import is_trained
 from .plan import LOADER, MODEL, OPTIMIZER, SCHEDULER, Plan
 from .setup import ahead, insert
-from .source import dotted, method
+from .source import dotted, keyword, method
 from .survey import SCALER, Loop, Survey, Symbol
 
 _CLIPPERS: Final = {
     "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_", "torch.nn.utils.clip_grad_norm": "clip_grad_norm_",
     "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
 }  # fmt: skip
-_ONCE: Final = "printed once, not once a process"
 
 
 def change(plan: Plan) -> None:
@@ -36,10 +35,10 @@ def change(plan: Plan) -> None:
 
 def _scaled(plan: Plan, loss: ast.expr) -> ast.expr | None:
     """Return ``loss`` of ``scaler.scale(loss)``; None for other expressions."""
-    method_call = method(loss)
-    if method_call is None or method_call[0] != "scale" or not isinstance(loss, ast.Call) or not loss.args:
+    name, owner = method(loss) or ("", loss)
+    if name != "scale" or not isinstance(loss, ast.Call) or not loss.args or not is_scaler(plan, owner):
         return None
-    return loss.args[0] if is_scaler(plan, method_call[1]) else None
+    return loss.args[0]
 
 
 def is_scaler(plan: Plan, node: ast.AST) -> bool:
@@ -59,7 +58,7 @@ def _backward(plan: Plan, call: ast.Call) -> None:
         why += "; scaling included"
     loss = inner or loss
     given = ", ".join(script.text_of(each) for each in call.args)
-    keywords = ", ".join(f"{keyword.arg}={script.text_of(keyword.value)}" for keyword in call.keywords)
+    keywords = ", ".join(f"{each.arg}={script.text_of(each.value)}" for each in call.keywords)
     rest = "".join(f", {each}" for each in (given and f"gradient={given}", keywords) if each)
     plan.cut(script.start(call), script.start(loss), f"{plan.accelerator}.backward(", why, call)
     plan.cut(script.end(loss), script.end(call), f"{rest})", "", call)
@@ -71,15 +70,11 @@ def _backward(plan: Plan, call: ast.Call) -> None:
 
 def _scaling(plan: Plan) -> None:
     made = [symbol for symbol in list(plan.survey.assigned) if plan.survey.role_of(symbol) == SCALER]
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is None or not is_scaler(plan, method_call[1]):
-            continue
-        statement = plan.script.statement(call)
-        is_whole = isinstance(statement, ast.Expr) and statement.value is call
-        if method_call[0] in ("update", "unscale_") and is_whole:
-            plan.remove(statement, "the optimizer and clip_grad_norm_ do it")
-        elif method_call[0] == "step" and call.args:
+    for call, owner in plan.script.methods("update", "unscale_"):
+        if is_scaler(plan, owner) and plan.script.is_statement(call):
+            plan.remove(plan.script.statement(call), "the optimizer and clip_grad_norm_ do it")
+    for call, owner in plan.script.methods("step"):
+        if is_scaler(plan, owner) and call.args:
             _scaled_step(plan, call)
     for symbol in made:
         for statement, value, _ in plan.survey.assignments(symbol):
@@ -95,17 +90,15 @@ def _scaled_step(plan: Plan, call: ast.Call) -> None:
 
 def _scaler_state(plan: Plan, symbol: Symbol) -> None:
     """Save and load the state of the Accelerator's scaler, which exists in fp16 only."""
-    scaler = f"{plan.accelerator}.scaler"
-    for call in plan.script.nodes(ast.Call):
-        found = method(call)
-        if found is None or plan.survey.symbol(found[1]) != symbol or plan.is_removed(call):
+    scaler, why = f"{plan.accelerator}.scaler", "the Accelerator's own scaler"
+    for call, owner in plan.script.methods("state_dict", "load_state_dict"):
+        if plan.survey.symbol(owner) != symbol or plan.is_removed(call):
             continue
-        if found[0] == "state_dict":
-            plan.replace(call, f"({scaler}.state_dict() if {scaler} else {{}})", "the Accelerator's own scaler")
-        elif found[0] == "load_state_dict" and call.args:
+        if (method(call) or ("",))[0] == "state_dict":
+            plan.replace(call, f"({scaler}.state_dict() if {scaler} else {{}})", why)
+        elif call.args and plan.script.is_statement(call):
             state = plan.script.text_of(call.args[0])
-            if isinstance(plan.script.parents[call], ast.Expr):
-                plan.replace(call, f"if {scaler}: {scaler}.load_state_dict({state})", "the Accelerator's own scaler")
+            plan.replace(call, f"if {scaler}: {scaler}.load_state_dict({state})", why)
 
 
 def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
@@ -113,20 +106,13 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
     value = value.body if isinstance(value, ast.IfExp) else value
     if not isinstance(value, ast.Call) or plan.survey.role(value) != SCALER:
         return
-    options = [keyword for keyword in value.keywords if keyword.arg not in ("enabled", "device", None)]
+    options = [each for each in value.keywords if each.arg not in ("enabled", "device", None)]
     if options:
-        plan.handlers["GradScalerKwargs"] = [
-            f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
-        ]
+        plan.handlers["GradScalerKwargs"] = [f"{each.arg}={plan.script.text_of(each.value)}" for each in options]
     _scaler_state(plan, symbol)
     known = ("scale", "step", "update", "unscale_", "state_dict", "load_state_dict")
-    others = [
-        node
-        for node in plan.script.nodes((ast.Name, ast.Attribute))
-        if isinstance(node.ctx, ast.Load)
-        and plan.survey.symbol(node) == symbol
-        and not (isinstance(outer := plan.script.parents[node], ast.Attribute) and outer.attr in known)
-    ]
+    uses = [(node, plan.script.parents[node]) for node in plan.survey.uses([symbol])]
+    others = [node for node, outer in uses if not (isinstance(outer, ast.Attribute) and outer.attr in known)]
     if others or is_choice:
         plan.replace(value, f"{plan.accelerator}.scaler", "the Accelerator's own scaler; None unless it runs in fp16")
         for node in [] if is_choice else others[:1]:
@@ -161,12 +147,12 @@ def schedule(plan: Plan, *, by_hand: bool, keeps_batch: bool = False) -> None:
     distributed script, for a number of updates. The mode applies to all schedulers: if some step in every batch and
     others once per epoch, one call stays one step.
     """
-    if not plan.names(SCHEDULER) or keeps_batch:  # one step is that of one process then
+    if not plan.prepared[SCHEDULER] or keeps_batch:  # one step is that of one process then
         return
-    made = plan.survey.assignments(plan.names(SCHEDULER)[0])
+    made = plan.survey.assignments(plan.prepared[SCHEDULER][0])
     location: ast.AST = made[0][0] if made else plan.script.tree
     per_batch = _stepping_per_batch(plan)
-    if not set(plan.names(SCHEDULER)) <= per_batch or (by_hand and not _counts_batches(plan)):
+    if not set(plan.prepared[SCHEDULER]) <= per_batch or (by_hand and not _counts_batches(plan)):
         plan.arguments["scheduler_mode"] = '"updates"'
         plan.note(
             location, 'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.'
@@ -184,30 +170,25 @@ def _stepping_per_batch(plan: Plan) -> set[Symbol]:
     for call, owner in plan.script.methods("step"):
         is_inside = any(loop.trains and loop.node in plan.script.ancestors(call) for loop in plan.survey.loops)
         if is_inside and plan.is_prepared(owner, SCHEDULER):
-            found |= plan.survey.roots(plan.survey.symbol(owner))
+            found |= plan.survey.roots_of(owner)
     return found
 
 
 def _counts_batches(plan: Plan) -> bool:
     """Return whether the script uses the length of a training loader."""
-    loaders = set(plan.names(LOADER))
-    return any(
-        dotted(call.func) == "len" and any(plan.survey.roots(plan.survey.symbol(each)) & loaders for each in call.args)
-        for call in plan.script.nodes(ast.Call)
-    )
+    loaders = set(plan.prepared[LOADER])
+    measured = (each for call in plan.script.calls("len") for each in call.args)
+    return any(plan.survey.roots_of(each) & loaders for each in measured)
 
 
 def prints(plan: Plan, is_visible: set[int], after: int) -> None:
     """Replace ``print`` by the Accelerator's, which prints once, wherever the Accelerator is in scope."""
     for call in plan.script.nodes(ast.Call):
-        if dotted(call.func) != "print" or id(plan.script.scope(call)) not in is_visible or plan.is_removed(call):
-            continue
-        start = plan.script.start(call)
-        if start < after and isinstance(plan.script.scope(call), ast.Module):
-            continue
-        if any(keyword.arg == "file" for keyword in call.keywords):
-            continue
-        plan.cut(start, start, f"{plan.accelerator}.", _ONCE, call)
+        start, scope = plan.script.start(call), plan.script.scope(call)
+        is_late = start >= after or not isinstance(scope, ast.Module)
+        is_own = dotted(call.func) == "print" and keyword(call, "file") is None and not plan.is_removed(call)
+        if is_own and is_late and id(scope) in is_visible:
+            plan.cut(start, start, f"{plan.accelerator}.", "printed once, not once a process", call)
 
 
 _ENDS: Final = frozenset({"cpu", "numpy", "tolist", "detach", "float", "clone"})
@@ -220,11 +201,8 @@ def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
     """Return the names that a loop over a loader appends to lists: ``predictions.append(output.cpu().numpy())``."""
     found: list[tuple[Loop, ast.expr]] = []
     for loop in survey.loops:
-        for call in survey.script.nodes(ast.Call, loop.node):
-            method_call = method(call)
-            if method_call is None or method_call[0] not in ("append", "extend") or len(call.args) != 1:
-                continue
-            value = call.args[0]
+        for call, _ in survey.script.methods("append", "extend", inside=loop.node):
+            value = call.args[0] if len(call.args) == 1 else call
             while (inner := method(value)) is not None and inner[0] in _ENDS:
                 value = inner[1]
             if isinstance(value, ast.Name):
@@ -234,10 +212,7 @@ def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
 
 def adds_up(survey: Survey) -> ast.AST | None:
     """Return an augmented assignment in a loop over a loader, which would sum one process's samples only."""
-    for loop in survey.loops:
-        for node in survey.script.nodes(ast.AugAssign, loop.node):
-            return node
-    return None
+    return next((node for loop in survey.loops for node in survey.script.nodes(ast.AugAssign, loop.node)), None)
 
 
 def gather(plan: Plan) -> None:
@@ -246,16 +221,14 @@ def gather(plan: Plan) -> None:
     for _, value in collected(survey):
         text = f"{plan.accelerator}.gather_for_metrics({plan.script.text_of(value)})"
         plan.replace(value, text, "of all processes, each sample once")
-    models: dict[Symbol, None] = {}
     for loop in survey.loops:
-        plan.prepared[LOADER] += [each for each in loop.loaders if each not in plan.prepared[LOADER]]
+        plan.prepare(LOADER, loop.loaders)
         for call in plan.script.nodes(ast.Call, loop.node):
             if (dotted(call.func) and method(call) is None) or dotted(call.func).startswith("self."):
-                for root in survey.roots(survey.symbol(call.func)):
+                for root in survey.roots_of(call.func):
                     named = not survey.is_defined(root) and root.name.rpartition(".")[2] in ("model", "net")
                     if survey.role_of(root) == MODEL or named:
-                        models[root] = None
-    plan.prepared[MODEL] += [each for each in models if each not in plan.prepared[MODEL]]
+                        plan.prepare(MODEL, [root])
 
 
 _WRITTEN = "the main process has written the file by then"
@@ -271,29 +244,23 @@ def save(plan: Plan, prepared_at: dict[int, int]) -> None:
     Args:
         prepared_at: the offset in the text where models are prepared, by the id of the scope.
     """
-    for call in plan.script.nodes(ast.Call):
-        if plan.script.path(call.func) == "torch.save" and not plan.is_removed(call):
+    for call in plan.script.calls("torch.save"):
+        if not plan.is_removed(call):
             plan.replace(call.func, f"{plan.accelerator}.save", "written once, by the main process")
             if call.args and dotted(call.args[0]) and is_trained(plan, call.args[0]):
                 _unwrap(plan, call.args[0])
-    for call in plan.script.nodes(ast.Call):
-        method_call = method(call)
-        if method_call is None or method_call[0] not in ("state_dict", "load_state_dict", "save_pretrained"):
-            continue
-        if dotted(method_call[1]) and is_trained(plan, method_call[1]) and not plan.is_removed(call):
+    for call, owner in plan.script.methods("state_dict", "load_state_dict", "save_pretrained"):
+        if dotted(owner) and is_trained(plan, owner) and not plan.is_removed(call):
             offset = prepared_at.get(id(plan.script.scope(call)))
             if offset is None or plan.script.start(call) > offset:
-                _unwrap(plan, method_call[1])
+                _unwrap(plan, owner)
 
 
 def wait_before_loading(plan: Plan) -> None:
     """Wait before a script loads its own file: the main process writes it, and all of them read it."""
-    saves = [call for call in plan.script.nodes(ast.Call) if plan.script.path(call.func) == "torch.save"]
-    for call in plan.script.nodes(ast.Call):
-        if plan.script.path(call.func) != "torch.load":
-            continue
-        statement = plan.script.statement(call)
-        scope = plan.script.scope(call)
+    saves = plan.script.calls("torch.save")
+    for call in plan.script.calls("torch.load"):
+        statement, scope = plan.script.statement(call), plan.script.scope(call)
         is_later = any(each.lineno < call.lineno and plan.script.scope(each) is scope for each in saves)
         guards = [outer for outer in plan.script.ancestors(statement) if isinstance(outer, ast.If)]
         if saves and (is_later or plan.is_after_training(statement)) and not guards:

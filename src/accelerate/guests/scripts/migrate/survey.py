@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
-from .source import Function, Scope, Script, dotted, method, pairs, parameters, position_of, returned, targets
+from .source import Function, Scope, Script, argument, assigned_values, dotted, method, parameters, returned, targets
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
@@ -82,11 +82,10 @@ class Survey:
                 self.classes[node.name] = node
         self.assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
         for statement in script.nodes((ast.Assign, ast.AnnAssign)):
-            for target, value in pairs(statement):
+            for target, value, position in assigned_values(statement):
                 symbol = self.symbol(target)
                 if symbol is not None:
-                    given = statement, value, position_of(target, value, statement)
-                    self.assigned.setdefault(symbol, []).append(given)
+                    self.assigned.setdefault(symbol, []).append((statement, value, position))
         #: By container: its items, by how an expression for one ends, as in ``loaders["train"]``.
         self.items: dict[Symbol, dict[str, Symbol]] = {}
         for symbol, assigned in list(self.assigned.items()):
@@ -129,10 +128,8 @@ class Survey:
         scope = self.script.scope(node)
         first = name.split(".")[0]
         if "." in name:
-            owner = self.script.owner(scope)
-            if first == "self" and name.count(".") == 1 and owner is not None:
-                return Symbol(owner, name)
-            return self.item_of(node)
+            owner = self.script.owner(scope) if first == "self" and name.count(".") == 1 else None
+            return self.item_of(node) if owner is None else Symbol(owner, name)
         while not isinstance(scope, ast.Module):
             if first in self.locals(scope):
                 return Symbol(scope, name)
@@ -155,6 +152,14 @@ class Survey:
         """Return the statements that assign a symbol, with the value, and its index if a call returns several."""
         return [] if symbol is None else self.assigned.get(symbol, [])
 
+    def assignments_to(self, node: ast.AST) -> list[tuple[ast.stmt, ast.expr, int | None]]:
+        """Return the assignments of the symbol that an expression refers to."""
+        return self.assignments(self.symbol(node))
+
+    def uses(self, symbols: Collection[Symbol | None]) -> list[ast.Name | ast.Attribute]:
+        """Return where the script reads one of these symbols."""
+        return [node for node in self.script.reads if self.symbol(node) in symbols]
+
     def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
         """Return the symbols whose values a name may have, followed through callers' arguments and other names."""
         if symbol is None or symbol in seen:
@@ -171,6 +176,10 @@ class Survey:
         copies |= set[Symbol]().union(*(self.roots(each, seen) for each in self.sources_of(symbol)))
         return copies if copies and not made else {symbol}
 
+    def roots_of(self, node: ast.AST) -> set[Symbol]:
+        """Return the symbols whose values an expression may have."""
+        return self.roots(self.symbol(node))
+
     def _is_name(self, value: ast.expr) -> bool:
         """Return whether an expression is a name, or an item that has a symbol."""
         is_item = isinstance(value, ast.Subscript) and self.symbol(value) is not None
@@ -183,12 +192,10 @@ class Survey:
             return
         owner = self.script.parents.get(function)
         is_method = isinstance(owner, ast.ClassDef)
-        position = parameters(function).index(name) - (1 if is_method else 0)
+        position = parameters(function).index(name) - is_method
         called = owner.name if is_method and function.name == "__init__" else function.name
-        for call in self._calls_by_name.get(called, ()):
-            given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-            if given is None and 0 <= position < len(call.args):
-                given = call.args[position]
+        for call in self._calls_by_name.get(called, ()) if position >= 0 else ():
+            given = argument(call, name, position)
             if given is not None and not isinstance(given, ast.Starred):
                 yield self.symbol(given)
 
@@ -302,24 +309,21 @@ class Survey:
 
     def may_be(self, node: ast.AST, role: Role) -> bool:
         """Return whether a name may have a value of this role."""
-        return any(self.role_of(root) == role for root in self.roots(self.symbol(node)))
+        return any(self.role_of(root) == role for root in self.roots_of(node))
 
     # -- the loops -----------------------------------------------------------------------------------------
 
     @functools.cached_property
     def backwards(self) -> list[ast.Call]:
         """The calls of ``loss.backward()``, however the loss is written."""
-        found = (call for call in self.script.nodes(ast.Call) if (method(call) or ("",))[0] == "backward")
-        return [call for call in found if self.script.path(call.func) not in _OF_AUTOGRAD]
+        found = self.script.methods("backward")
+        return [call for call, _ in found if self.script.path(call.func) not in _OF_AUTOGRAD]
 
     @functools.cached_property
     def training_functions(self) -> set[str]:
         """The functions in which a backward runs, directly or in a called function."""
         names: set[str] = set()
-        called = {
-            name: set[str]().union(*(self._called_in(function) for function in functions))
-            for name, functions in self.functions.items()
-        }
+        called = {name: set[str]().union(*map(self._called_in, each)) for name, each in self.functions.items()}
         while new := {name for name, calls in called.items() if name not in names and calls & {_BACKWARD, *names}}:
             names |= new
         return names
@@ -356,7 +360,7 @@ class Survey:
         for node in self.script.nodes(ast.For):
             symbols: set[Symbol] = set()
             for name in _names_in(node.iter) if not self._is_over_containers(node.iter) else ():
-                roots = self.roots(self.symbol(name))
+                roots = self.roots_of(name)
                 symbols |= {root for root in roots if self._is_loader(root, node, name)}
                 symbols |= self._loaders_by_key(name, roots)
             if symbols:
@@ -394,7 +398,7 @@ class Survey:
             first = loop.target.elts[0] if isinstance(loop.target, (ast.Tuple, ast.List)) else None
             names -= {first.id} if isinstance(first, ast.Name) else set()
         for statement in self.script.nodes((ast.Assign, ast.AnnAssign), loop):
-            for target, value in pairs(statement):
+            for target, value, _ in assigned_values(statement):
                 if isinstance(target, ast.Name) and derived(value, names):
                     names.add(target.id)
         return names
@@ -414,8 +418,9 @@ class Survey:
                 continue
             base = call.func.value
             makes = self._is_asked_for_optimizer(call) or (is_parameters_call(call) and self._makes_optimizer(call))
-            if makes and not (dotted(base) == "self" and self._returns_optimizer(self.script.scope(call))):
-                found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
+            scope = self.script.scope(call) if dotted(base) == "self" else self.script.tree
+            if makes and (isinstance(scope, ast.Module) or not self._is_optimizer(returned(scope), 1)):
+                found[MODEL].update(dict.fromkeys(self._outermost(self.roots_of(base))))
         for loop in self.loops:
             if loop.trains:
                 found[LOADER].update(dict.fromkeys(self._outermost(_for_training(loop.loaders))))
@@ -425,28 +430,24 @@ class Survey:
 
     def _is_asked_for_optimizer(self, call: ast.Call) -> bool:
         """Return whether a call is ``model.configure_optimizers()``, whatever its name."""
-        found = method(call)
-        if found is None or not dotted(found[1]) or found[0] in _KEEPS_ROLE:
+        name, owner = method(call) or ("", call)
+        if not dotted(owner) or name in _KEEPS_ROLE:
             return False
-        is_of_module = found[0] in self.functions and self._is_own_method(found[0])
-        role = self.role(call) if is_of_module or found[0].startswith("configure_optimizer") else None
-        return role == OPTIMIZER or (isinstance(role, list) and OPTIMIZER in role)
+        is_of_module = name in self.functions and self._is_own_method(name)
+        return (is_of_module or name.startswith("configure_optimizer")) and self._is_optimizer(call)
 
-    def _returns_optimizer(self, scope: Scope) -> bool:
-        if isinstance(scope, ast.Module):
-            return False
-        role = self.role(returned(scope), 1)
-        return role == OPTIMIZER or (isinstance(role, list) and OPTIMIZER in role)
+    def _is_optimizer(self, value: ast.expr | None, depth: int = 0) -> bool:
+        """Return whether a value is an optimizer, or a tuple with one."""
+        role = self.role(value, depth)
+        return OPTIMIZER in role if isinstance(role, list) else role == OPTIMIZER
 
     def _is_only_returned(self, symbol: Symbol) -> bool:
         """Return whether a function creates it for its callers, which have their own name for it."""
         if isinstance(symbol.scope, (ast.Module, ast.ClassDef)):
             return False
-        returned = any(
-            isinstance(node, ast.Return) and symbol.name in {dotted(each) for each in ast.walk(node) if dotted(each)}
-            for node in ast.walk(symbol.scope)
-        )
-        return returned and not self.trains(symbol.scope)
+        returns = self.script.nodes(ast.Return, symbol.scope)
+        is_returned = any(dotted(each) == symbol.name for node in returns for each in ast.walk(node))
+        return is_returned and not self.trains(symbol.scope)
 
     def _outermost(self, symbols: Iterable[Symbol]) -> Iterator[Symbol]:
         """Yield the symbols; for one created and returned by a function, its callers' names for it."""
@@ -454,49 +455,45 @@ class Survey:
             if not self._is_only_returned(symbol):
                 yield symbol
                 continue
-            for other, assigned in self.assigned.items():
-                for _, value, position in assigned:
-                    if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == symbol.scope.name:
-                        given = returned(symbol.scope)
-                        if position is not None and isinstance(given, ast.Tuple):
-                            given = given.elts[position] if position < len(given.elts) else None
-                        if given is not None and dotted(given) == symbol.name:
-                            yield other
+            for other, position in self._results_of(symbol.scope):
+                given = returned(symbol.scope)
+                if position is not None and isinstance(given, ast.Tuple):
+                    given = given.elts[position] if position < len(given.elts) else None
+                if given is not None and dotted(given) == symbol.name:
+                    yield other
+
+    def _results_of(self, function: Function) -> Iterator[tuple[Symbol, int | None]]:
+        """Yield the names that get the result of a function, or the item of it at this index."""
+        for symbol, assigned in self.assigned.items():
+            for _, value, position in assigned:
+                if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == function.name:
+                    yield symbol, position
 
     def bound(self, call: ast.Call) -> Iterator[Symbol]:
         """Yield the names to which a call's value is assigned, by its statement or by the callers of its function."""
         statement = self.script.statement(call)
         for target in targets(statement):
-            yield from self._outermost(self.roots(self.symbol(target)))
+            yield from self._outermost(self.roots_of(target))
         function = self.script.scope(call)
         if not isinstance(statement, ast.Return) or isinstance(function, ast.Module):
             return
         place = statement.value.elts.index(call) if isinstance(statement.value, ast.Tuple) else None
-        for symbol, assigned in self.assigned.items():
-            for _, value, position in assigned:
-                called = dotted(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
-                if called == function.name and position == place:
-                    yield symbol
+        yield from (symbol for symbol, position in self._results_of(function) if position == place)
 
     def _makes_optimizer(self, call: ast.Call) -> bool:
         for outer in self.script.ancestors(call):
             if isinstance(outer, ast.Call) and self.role(outer) == OPTIMIZER:
                 return True
-            if isinstance(outer, (ast.Assign, ast.AnnAssign)):  # parameters = filter(..., model.parameters())
-                return any(self._is_passed_to_optimizer(target) for target in targets(outer))
-            if isinstance(outer, ast.stmt):
-                return False
+            if isinstance(outer, ast.stmt):  # parameters = filter(..., model.parameters())
+                is_assigned = isinstance(outer, (ast.Assign, ast.AnnAssign))
+                return is_assigned and any(map(self._is_passed_to_optimizer, targets(outer)))
         return False
 
     def _is_passed_to_optimizer(self, name: ast.expr) -> bool:
         symbol = self.symbol(name)
-        if symbol is None:
-            return False
-        return any(
-            self.role(call) == OPTIMIZER
-            and any(self.symbol(each) == symbol for each in ast.walk(call) if isinstance(each, (ast.Name,)))
-            for call in self.script.nodes(ast.Call)
-        )
+        calls = [call for call in self.script.nodes(ast.Call) if self.role(call) == OPTIMIZER]
+        names = (each for call in calls for each in self.script.nodes(ast.Name, call))
+        return symbol is not None and any(self.symbol(each) == symbol for each in names)
 
     def _add_iterated(self, found: dict[str, dict[Symbol, None]]) -> None:
         """Add loaders that a training loop reads by hand: ``next(batches)`` after ``batches = iter(loader)``."""
@@ -509,20 +506,16 @@ class Survey:
                 found[LOADER].update(dict.fromkeys(self._training_loaders(name)))
 
     def _training_loaders(self, name: ast.AST) -> list[Symbol]:
-        roots = [root for root in self.roots(self.symbol(name)) if self.role_of(root) == LOADER]
+        roots = [root for root in self.roots_of(name) if self.role_of(root) == LOADER]
         return [root for root in roots if not _FOR_EVALUATION.search(root.name)]
 
     def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
         """Add names that are used like an optimizer, a scheduler or a model but defined outside of this script."""
         used: dict[Symbol, set[str]] = {}
         for call in self.script.nodes(ast.Call):
-            method_call = method(call)
-            if method_call is not None:
-                for root in self.roots(self.symbol(method_call[1])):
-                    used.setdefault(root, set()).add(method_call[0])
-            elif isinstance(call.func, ast.Name):
-                for root in self.roots(self.symbol(call.func)):
-                    used.setdefault(root, set()).add("()")
+            name, owner = method(call) or ("()", call.func)
+            for root in self.roots_of(owner) if name != "()" or isinstance(owner, ast.Name) else ():
+                used.setdefault(root, set()).add(name)
         known = {symbol for symbols in found.values() for symbol in symbols}
         made_by_statements = {*self.functions, *self.classes, *self.script.imported}
         for symbol, calls in used.items():
@@ -542,8 +535,7 @@ class Survey:
 
 def is_parameters_call(node: ast.AST) -> bool:
     """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
-    method_call = method(node)
-    return method_call is not None and method_call[0] in ("parameters", "named_parameters")
+    return (method(node) or ("",))[0] in ("parameters", "named_parameters")
 
 
 def derived(value: ast.expr, names: set[str]) -> bool:
