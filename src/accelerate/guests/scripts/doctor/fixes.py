@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
-from ..migrate.source import Edit, Placed, dotted, method, targets
+from ..migrate.source import Edit, Placed, dotted, method, method_name, targets
 from .processes import Processes
 from .subject import Place, Subject
 
@@ -112,7 +112,7 @@ def device(subject: Subject, _: Processes, place: Place) -> list[Edit]:
         if owner is None or node.args or node.keywords:
             return []
         return [Edit(subject.script.end(owner[1]), subject.script.end(node), f".to({name}.device)", "", node.lineno)]
-    is_argument = isinstance(outer, ast.Call) and (method(outer) or ("",))[0] == "to"
+    is_argument = isinstance(outer, ast.Call) and method_name(outer) == "to"
     if is_argument or (isinstance(outer, ast.keyword) and outer.arg == "device"):
         return [_replace(subject, node, f"{name}.device")]
     return []
@@ -129,7 +129,7 @@ def prepare_too(subject: Subject, _: Processes, place: Place) -> list[Edit]:
     call, statement = found[0], subject.script.statement(found[0])
     names = statement.targets[0] if isinstance(statement, ast.Assign) else None
     same = [dotted(each) for each in targets(statement)] == [dotted(each) or None for each in call.args]
-    if not isinstance(names, ast.Tuple) or not same or (method(call) or ("",))[0] != "prepare":
+    if not isinstance(names, ast.Tuple) or not same or method_name(call) != "prepare":
         return []
     last = names.elts[-1]
     return [

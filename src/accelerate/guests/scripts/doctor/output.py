@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ..migrate.source import argument, dotted, keyword, method
+from ..migrate.source import argument, dotted, keyword, method, method_name
 from ..migrate.survey import MODEL
 from .processes import RANK, Processes
 from .subject import Place, Subject, at
@@ -125,7 +125,7 @@ def appended_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 def removed_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        is_removal = subject.script.path(call.func) in _REMOVES or (method(call) or ("",))[0] == "unlink"
+        is_removal = subject.script.path(call.func) in _REMOVES or method_name(call) == "unlink"
         if is_removal and _is_of_all(subject, processes, call):
             yield at(call, name=ast.unparse(call.func))
 
@@ -167,7 +167,7 @@ def read_without_waiting(subject: Subject, processes: Processes) -> Iterator[Pla
             continue
         for read in subject.calls:
             is_read = subject.script.path(read.func) in _READS or _mode(subject, read) == "r"
-            is_read |= (method(read) or ("",))[0] == "from_pretrained"
+            is_read |= method_name(read) == "from_pretrained"
             is_after = read.lineno > write.lineno and subject.script.scope(read) is subject.script.scope(write)
             if not is_read or not is_after or processes.guard(read) is not None:
                 continue

@@ -15,7 +15,7 @@ from ..migrate.source import (
     assigned_values,
     dotted,
     keyword,
-    method,
+    method_name,
     parameters,
     returned,
     targets,
@@ -83,16 +83,14 @@ class Subject:
         while before < len(self.prepared):
             before = len(self.prepared)
             for symbol, assigned in self.survey.assigned.items():
-                values = (
-                    self._returned(self.survey.result_of(value, position), position) for _, value, position in assigned
-                )
+                values = (self._returned(value, position) for _, value, position in assigned)
                 if any(not isinstance(value, ast.Call) and self.roots(value) & self.prepared for value in values):
                     self.prepared.add(symbol)
 
     def _returned(self, value: ast.expr, position: int | None) -> ast.expr:
-        """Return what a call of a function of the script returns; other values are returned unchanged."""
+        """Return what a call of a function of the script returns, or its item; other values are returned unchanged."""
         function = self.callee(value) if isinstance(value, ast.Call) and position is None else None
-        return (None if function is None else returned(function)) or value
+        return (None if function is None else returned(function)) or self.survey.result_of(value, position)
 
     # -- names ---------------------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class Subject:
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name's value has this role and is passed to `prepare`."""
         assigned = self.survey.assignments_to(node)
-        if any((method(value) or ("",))[0] == "unwrap_model" for _, value, _ in assigned):
+        if any(method_name(value) == "unwrap_model" for _, value, _ in assigned):
             return False
         return bool(self.roots(node) & self.prepared) and self.role(node) == role
 
@@ -137,7 +135,7 @@ class Subject:
 
     def uses(self, *names: str) -> bool:
         """Return whether the script calls a function or a method with one of these names."""
-        return any(self.script.last_name(call) in names or (method(call) or ("",))[0] in names for call in self.calls)
+        return any(self.script.last_name(call) in names or method_name(call) in names for call in self.calls)
 
     def accelerator_at(self, node: Placed) -> str:
         """Return the name of an Accelerator that is certain to exist at `node`, or ''."""

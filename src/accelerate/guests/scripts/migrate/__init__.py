@@ -63,19 +63,18 @@ def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
     survey = Survey(script)
     check(script, survey)
     plan = Plan(script, survey)
-    by_hand = distributed.is_by_hand(plan)
     distributed.change(plan)
     if not survey.backwards:
         steps.gather(plan)
     devices.change(plan)
     steps.change(plan)
-    steps.schedule(plan, by_hand=by_hand, keeps_batch=keep_batch and not by_hand)
+    steps.schedule(plan, keeps_batch=keep_batch and not plan.is_by_hand)
     plan.empty_blocks()
     devices.assigned(plan)
     plan.empty_blocks()
     prepared_at = setup.prepare(plan)
     steps.save(plan, prepared_at)
-    if not by_hand:
+    if not plan.is_by_hand:
         steps.wait_before_loading(plan)
         hints.global_batch(plan, keeps=keep_batch)
         hints.note_draws(plan)
@@ -84,7 +83,7 @@ def migrate(text: str, name: str, *, keep_batch: bool = False) -> Migration:
             plan.script.tree, "--keep_batch has no effect here: this script divides its batches over processes itself."
         )
     visible, made_at = setup.create(plan)
-    if not by_hand:
+    if not plan.is_by_hand:
         steps.prints(plan, visible, made_at)
         hints.bars(plan, visible, made_at, prepared_at)
     setup.drop_imports(plan)
@@ -106,15 +105,15 @@ def _finished(plan: Plan) -> Migration:
     changes = [(edit.line, edit.why) for edit in chosen(edits) if edit.why]
     notes = sorted(plan.notes, key=lambda note: note.line)
     is_spawning = bool(plan.script.calls("torch.multiprocessing.spawn"))
-    by_hand = distributed.is_by_hand(plan)
-    return Migration(plan.script.name, plan.script.text, text, changes, notes, by_hand, is_spawning, differs)
+    before, by_hand = plan.script.text, plan.is_by_hand
+    return Migration(plan.script.name, before, text, changes, notes, by_hand, is_spawning, differs)
 
 
 def _add_final_notes(plan: Plan) -> None:
     """Note loops that every process runs in full, and options without effect after the migration."""
     trained = set(plan.prepared[LOADER])
     for loop in plan.survey.loops:
-        if not loop.trains and not loop.loaders <= trained and not distributed.is_by_hand(plan):
+        if not loop.trains and not loop.loaders <= trained and not plan.is_by_hand:
             plan.note(
                 loop.node,
                 "this loop's loader isn't prepared: every process goes through all of it, so its numbers are those of "

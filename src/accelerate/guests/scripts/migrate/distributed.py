@@ -32,13 +32,6 @@ _SETS_UP: Final = ("init_process_group", "DistributedDataParallel", "Distributed
 _LAUNCHED = "accelerate launch starts the processes, and Accelerator() joins them"
 
 
-def is_by_hand(plan: Plan) -> bool:
-    """Return whether the script sets up processes itself."""
-    ends = ("DistributedDataParallel", "DistributedSampler")
-    paths = [plan.script.path(call.func) for call in plan.script.nodes(ast.Call)]
-    return any(path.startswith("torch.distributed.") or path.endswith(ends) for path in paths)
-
-
 def change(plan: Plan) -> None:
     """Replace process groups, samplers, wrappers and collectives by the Accelerator's."""
     for call in plan.script.nodes(ast.Call):

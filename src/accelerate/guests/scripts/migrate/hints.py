@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from .distributed import is_by_hand
 from .plan import LOADER, Plan
-from .source import argument, dotted, is_constant, keyword, method
+from .source import argument, dotted, is_constant, keyword, method, method_name
 
 _DRAWS: Final = frozenset(
     {
@@ -42,7 +41,7 @@ def _draws(plan: Plan, call: ast.Call) -> bool:
     path = plan.script.path(call.func)
     if path.startswith(("torch.", "numpy.random.", "random.")):
         return path.rpartition(".")[2] in _DRAWS and path.count(".") <= 2
-    return (method(call) or ("",))[0] in _DRAWING_METHODS and not path.startswith("torch.nn.init")
+    return method_name(call) in _DRAWING_METHODS and not path.startswith("torch.nn.init")
 
 
 def global_batch(plan: Plan, *, keeps: bool) -> None:
@@ -134,7 +133,7 @@ def note_losses(plan: Plan) -> list[str]:
     found: dict[str, None] = {}
     for node in plan.script.nodes((ast.Call, ast.BinOp)) if plan.survey.backwards else ():
         reason = _WEIGHTED if _is_weighted(plan, node) else _PAIRED if _is_of_pairs(node) else None
-        if reason is None and _is_summed(node) and plan.is_in_training(node) and not is_by_hand(plan):
+        if reason is None and _is_summed(node) and plan.is_in_training(node) and not plan.is_by_hand:
             reason = _SUMMED
         if reason is not None:
             plan.note(node, reason[1])

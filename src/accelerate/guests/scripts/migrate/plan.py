@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -112,6 +113,13 @@ class Plan:
         self.cut(self.script.end(inner), self.script.end(call), "", "", call)
         for argument in (*call.args[1:], *call.keywords):
             self.stripped.update(map(id, ast.walk(argument)))
+
+    @functools.cached_property
+    def is_by_hand(self) -> bool:
+        """Whether the script sets up processes itself."""
+        ends = ("DistributedDataParallel", "DistributedSampler")
+        paths = [self.script.path(call.func) for call in self.script.nodes(ast.Call)]
+        return any(path.startswith("torch.distributed.") or path.endswith(ends) for path in paths)
 
     # -- queries -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ....errors import AccelerateError
-from .distributed import is_by_hand, is_kept, is_trained, sampler_of
+from .distributed import is_kept, is_trained, sampler_of
 from .plan import Plan
 from .source import Edit, Function, Placed, Script, chosen, dotted, is_constant, keyword, method, targets
 from .steps import adds_up, collected
@@ -175,10 +175,10 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
                            "Write `for batch in loader:` here, with the loader's own name or parameter")  # fmt: skip
     for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
         keeps = is_constant(keyword(call, "retain_graph"), True)
-        if keeps and not is_by_hand(plan):
+        if keeps and not plan.is_by_hand:
             raise _refused(script, call, "a second backward pass goes through the same forward pass, and gradients "
                            "are averaged in the first one. Add the losses and call backward() once")  # fmt: skip
-    if not is_by_hand(plan):
+    if not plan.is_by_hand:
         return
     for call in script.nodes(ast.Call):
         given = keyword(call, "sampler")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from .distributed import is_by_hand
 from .plan import LOADER, PREPARED, Plan, UsePoint
 from .precision import note_unknown
 from .source import Edit, Function, Placed, Scope, chosen, dotted, first_line, parameters
@@ -79,7 +78,7 @@ def prepare(plan: Plan) -> dict[int, int]:
         insert(plan, point, text, _WHY_PREPARE)
         found[key] = point.offset
         plan.users.append(UsePoint(scope, point.offset))
-    if not plan.prepared[LOADER] and plan.survey.backwards and not is_by_hand(plan):
+    if not plan.prepared[LOADER] and plan.survey.backwards and not plan.is_by_hand:
         plan.note(
             plan.survey.backwards[0],
             "no DataLoader was found in the training loop, so every process would train on the same data. Give the "

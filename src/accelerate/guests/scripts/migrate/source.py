@@ -208,6 +208,11 @@ def method(call: ast.AST) -> tuple[str, ast.expr] | None:
     return None
 
 
+def method_name(call: ast.AST) -> str:
+    """Return the name of the method that is called; '' for other expressions."""
+    return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+
+
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the value of a keyword argument, if it is given."""
     return next((each.value for each in call.keywords if each.arg == name), None)

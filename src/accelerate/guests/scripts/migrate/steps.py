@@ -9,7 +9,7 @@ from . import precision
 from .distributed import is_trained
 from .plan import LOADER, MODEL, OPTIMIZER, SCHEDULER, Plan
 from .setup import ahead, insert
-from .source import dotted, keyword, method
+from .source import dotted, keyword, method, method_name
 from .survey import SCALER, Loop, Survey, Symbol
 
 _CLIPPERS: Final = {
@@ -94,7 +94,7 @@ def _scaler_state(plan: Plan, symbol: Symbol) -> None:
     for call, owner in plan.script.methods("state_dict", "load_state_dict"):
         if plan.survey.symbol(owner) != symbol or plan.is_removed(call):
             continue
-        if (method(call) or ("",))[0] == "state_dict":
+        if method_name(call) == "state_dict":
             plan.replace(call, f"({scaler}.state_dict() if {scaler} else {{}})", why)
         elif call.args and plan.script.is_statement(call):
             state = plan.script.text_of(call.args[0])
@@ -139,7 +139,7 @@ def _accumulation(plan: Plan) -> None:
             )
 
 
-def schedule(plan: Plan, *, by_hand: bool, keeps_batch: bool = False) -> None:
+def schedule(plan: Plan, *, keeps_batch: bool) -> None:
     """Choose the scheduler's mode so that learning rates follow the same curve on any number of processes.
 
     A schedule that steps once per epoch doesn't change. One that steps in every batch is made either for the number of
@@ -152,7 +152,7 @@ def schedule(plan: Plan, *, by_hand: bool, keeps_batch: bool = False) -> None:
     made = plan.survey.assignments(plan.prepared[SCHEDULER][0])
     location: ast.AST = made[0][0] if made else plan.script.tree
     per_batch = _stepping_per_batch(plan)
-    if not set(plan.prepared[SCHEDULER]) <= per_batch or (by_hand and not _counts_batches(plan)):
+    if not set(plan.prepared[SCHEDULER]) <= per_batch or (plan.is_by_hand and not _counts_batches(plan)):
         plan.arguments["scheduler_mode"] = '"updates"'
         plan.note(
             location, 'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.'

@@ -12,7 +12,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
-from .source import Function, Scope, Script, argument, assigned_values, dotted, method, parameters, returned, targets
+from .source import (
+    Function,
+    Scope,
+    Script,
+    argument,
+    assigned_values,
+    dotted,
+    method,
+    method_name,
+    parameters,
+    returned,
+    targets,
+)
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
@@ -535,7 +547,7 @@ class Survey:
 
 def is_parameters_call(node: ast.AST) -> bool:
     """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
-    return (method(node) or ("",))[0] in ("parameters", "named_parameters")
+    return method_name(node) in ("parameters", "named_parameters")
 
 
 def derived(value: ast.expr, names: set[str]) -> bool:
