@@ -61,14 +61,13 @@ def sharded_twice(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 def _seeds(subject: Subject, before: ast.Call) -> list[ast.Call]:
     """Return the calls that set the seed before a call, as far as this can be seen."""
-    return [
-        call
-        for call in subject.calls
-        if (subject.script.last_name(call) in _SEEDS or subject.script.path(call.func) in _SEED_PATHS)
-        and (call.lineno < before.lineno or subject.script.scope(call) is not subject.script.scope(before))
-        and not dotted(call.func).startswith(("generator", "torch.Generator"))
-        and dotted(call.func)
-    ]
+    script, found = subject.script, list[ast.Call]()
+    for call in subject.calls:
+        is_seed = script.last_name(call) in _SEEDS or script.path(call.func) in _SEED_PATHS
+        is_global = dotted(call.func) and not dotted(call.func).startswith(("generator", "torch.Generator"))
+        if is_seed and is_global and (call.lineno < before.lineno or script.scope(call) is not script.scope(before)):
+            found.append(call)
+    return found
 
 
 def _is_by_rank(processes: Processes, call: ast.Call) -> bool:

@@ -22,9 +22,8 @@ def is_bar(subject: Subject, *calls: ast.Call) -> bool:
 
 def printed_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        if dotted(call.func) != "print" or processes.is_of_one(call):
-            continue
-        if not any(RANK in processes.differs(each) for each in call.args):
+        is_of_all = dotted(call.func) == "print" and not processes.is_of_one(call)
+        if is_of_all and not any(RANK in processes.differs(each) for each in call.args):
             yield at(call)
 
 
@@ -36,9 +35,8 @@ def drawn_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
 
 def tracked_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        path = subject.script.path(call.func)
-        is_tracker = path in _TRACKERS or path.rpartition(".")[2] in _TRACKERS
-        if is_tracker and not processes.is_of_one(call):
+        names = {subject.script.path(call.func), subject.script.last_name(call)}
+        if names & _TRACKERS and not processes.is_of_one(call):
             yield at(call, name=ast.unparse(call.func))
 
 
@@ -50,8 +48,7 @@ def logged_nowhere(subject: Subject, _: Processes) -> Iterator[Place]:
 
 def downloaded_by_all(subject: Subject, processes: Processes) -> Iterator[Place]:
     for call in subject.calls:
-        wants = keyword(call, "download")
-        if wants is None or subject.constant(wants) is not True or processes.is_of_one(call):
+        if subject.constant(keyword(call, "download")) is not True or processes.is_of_one(call):
             continue
         around = [each for each in subject.script.ancestors(call) if isinstance(each, ast.With)]
         if not any("process_first" in ast.unparse(item.context_expr) for each in around for item in each.items):
@@ -62,17 +59,13 @@ def device_by_name(subject: Subject, _: Processes) -> Iterator[Place]:
     for node in subject.script.nodes(ast.Constant):
         if isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:")):
             outer = subject.script.parents.get(node)
-            if isinstance(outer, ast.Call) and subject.script.last_name(outer) in ("autocast", "GradScaler"):
-                continue
-            if isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.IfExp)):
+            is_type = isinstance(outer, ast.Call) and subject.script.last_name(outer) in ("autocast", "GradScaler")
+            if isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.IfExp)) and not is_type:
                 yield at(node, device=repr(node.value))
 
 
 def cuda_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call in subject.calls:
-        found = method(call)
-        if found is not None and found[0] == "cuda" and dotted(found[1]) != "torch":
-            yield at(call)
+    yield from (at(call) for call, owner in subject.script.methods("cuda") if dotted(owner) != "torch")
 
 
 _WRITES: Final = frozenset(
@@ -134,10 +127,8 @@ def state_of_the_wrapper(subject: Subject, _: Processes) -> Iterator[Place]:
     for call, owner in subject.script.methods("state_dict", "save_pretrained"):
         if not subject.is_ahead_of_prepare(call) and subject.is_prepared(owner, MODEL):
             yield at(call, name=ast.unparse(owner))
-    for call in subject.calls:
-        if subject.script.path(call.func) != "torch.save" or not call.args or subject.is_ahead_of_prepare(call):
-            continue
-        if subject.is_prepared(call.args[0], MODEL):
+    for call in subject.script.calls("torch.save"):
+        if call.args and not subject.is_ahead_of_prepare(call) and subject.is_prepared(call.args[0], MODEL):
             yield at(call, name=ast.unparse(call.args[0]))
 
 

@@ -79,14 +79,14 @@ def _assigned(call: ast.Call, subject: Subject) -> tuple[list[ast.expr], list[as
 
 def results_in_another_order(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.prepares:
-        left, right = ([ast.unparse(each) for each in names] for names in _assigned(call, subject))
+        left, right = (list(map(ast.unparse, names)) for names in _assigned(call, subject))
         if left != right and sorted(left) == sorted(right):
             yield at(call, given=", ".join(right), taken=", ".join(left))
 
 
 def results_dropped(subject: Subject, _: Processes) -> Iterator[Place]:
     for call in subject.prepares:
-        if isinstance(subject.script.parents[call], ast.Expr) and call.args:
+        if subject.script.is_statement(call) and call.args:
             yield at(call, name=ast.unparse(call.func))
 
 
@@ -106,7 +106,7 @@ def unprepared_name_used(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def _uses(subject: Subject, node: ast.For | ast.Call, name: ast.expr) -> bool:
-    symbol, found = subject.survey.symbol(name), method(node)
+    symbol = subject.survey.symbol(name)
     if symbol is None:
         return False
     if isinstance(node, ast.For):
@@ -114,8 +114,9 @@ def _uses(subject: Subject, node: ast.For | ast.Call, name: ast.expr) -> bool:
         while isinstance(read, ast.Call) and read.args:
             read = read.args[0]
         return subject.survey.symbol(read) == symbol
-    if found is not None and found[0] in _USED_BY:
-        return subject.survey.symbol(found[1]) == symbol and found[0] == "step"
+    called, owner = method(node) or ("", node)
+    if called in _USED_BY:
+        return subject.survey.symbol(owner) == symbol and called == "step"
     return subject.survey.symbol(node.func) == symbol or _runs_it(subject, node, symbol)
 
 

@@ -16,9 +16,8 @@ _AUTOCAST: Final = ("torch.autocast", "torch.cuda.amp.autocast", "torch.amp.auto
 
 
 def backward_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call in subject.survey.backwards:
-        found = method(call)
-        if found is not None and dotted(found[1]) not in subject.accelerators and not call.args:
+    for call, owner in subject.script.methods("backward"):
+        if call in subject.survey.backwards and dotted(owner) not in subject.accelerators and not call.args:
             yield at(call)
 
 
@@ -168,9 +167,8 @@ def never_zeroed(subject: Subject, _: Processes) -> Iterator[Place]:
 
 
 def autocast_by_hand(subject: Subject, _: Processes) -> Iterator[Place]:
-    for call in subject.calls:
-        off = keyword(call, "enabled")
-        if subject.script.path(call.func) in _AUTOCAST and not (off is not None and subject.constant(off) is False):
+    for call in subject.script.calls(*_AUTOCAST):
+        if subject.constant(keyword(call, "enabled")) is not False:
             yield at(call, name=ast.unparse(call.func))
 
 

@@ -64,9 +64,7 @@ class Subject:
         self.survey: Survey = Survey(script)
         self.items: Items = Items(self.survey)
         self.calls: list[ast.Call] = script.nodes(ast.Call)
-        self.made: list[ast.Call] = [
-            call for call in self.calls if script.path(call.func).rpartition(".")[2] == "Accelerator"
-        ]
+        self.made: list[ast.Call] = [call for call in self.calls if script.last_name(call) == "Accelerator"]
         named = {dotted(target) for call in self.made for target in targets(script.statement(call))}
         self.accelerators: set[str] = named | {"accelerator", "self.accelerator"}
         self.prepares: list[ast.Call] = list(self.calls_of(*_PREPARING))
@@ -204,7 +202,7 @@ class Subject:
             if call.args:
                 define(owner, Definition(call, call.args[0], None, True))
         for call in self.calls:
-            if self.script.last_name(call) in _IN_PLACE and isinstance(self.script.parents[call], ast.Expr):
+            if self.script.last_name(call) in _IN_PLACE and self.script.is_statement(call):
                 define(call.args[0] if call.args else call, Definition(call, None))
         for function, calls in self.callers.items():
             for call in calls:

@@ -296,7 +296,7 @@ def is_kept(plan: Plan, symbol: Symbol) -> bool:
     """Return whether a name refers to a DistributedSampler that stays, or to a loader with one."""
     for _, value, position in plan.survey.assignments(symbol):
         made = sampler_of(plan, plan.survey.result_of(value, position))
-        if made is not None and id(made) in plan.kept_samplers:
+        if made in plan.kept_samplers:
             return True
     return symbol in plan.divided
 
@@ -371,9 +371,9 @@ def _evaluated(plan: Plan) -> set[Symbol]:
 
 def _complete(plan: Plan, made: ast.Call) -> None:
     """Give a sampler its size and rank, for runs without a process group."""
-    if id(made) in plan.kept_samplers:
+    if made in plan.kept_samplers:
         return
-    plan.kept_samplers.add(id(made))
+    plan.kept_samplers.add(made)
     given = {each.arg for each in made.keywords}
     missing = {"num_replicas": "num_processes", "rank": "process_index"}
     text = "".join(f", {name}={plan.accelerator}.{value}" for name, value in missing.items() if name not in given)

@@ -6,7 +6,7 @@ import ast
 from typing import Final
 
 from .plan import LOADER, Plan
-from .source import argument, dotted, is_constant, keyword, method, method_name
+from .source import Scope, argument, dotted, is_constant, keyword, method, method_name
 
 _DRAWS: Final = frozenset(
     {
@@ -66,19 +66,19 @@ def global_batch(plan: Plan, *, keeps: bool) -> None:
     )
 
 
-def bars(plan: Plan, is_visible: set[int], after: int, prepared_at: dict[int, int]) -> None:
+def bars(plan: Plan, is_visible: set[Scope], after: int, prepared_at: dict[Scope, int]) -> None:
     """Give progress bars the length of the prepared loader, and draw them on one process."""
     for call in plan.script.nodes(ast.Call):
         if plan.script.last_name(call) not in _BARS or plan.is_removed(call):
             continue
         scope = plan.script.scope(call)
         start = plan.script.start(call)
-        if start > prepared_at.get(id(scope), start):
+        if start > prepared_at.get(scope, start):
             for name in _lengths(call):
                 _measure_again(plan, name)
         is_late = not isinstance(scope, ast.Module) or start > after
         given = [*call.args, *call.keywords]
-        if id(scope) in is_visible and is_late and given and keyword(call, "disable") is None:
+        if scope in is_visible and is_late and given and keyword(call, "disable") is None:
             end = max(map(plan.script.end, given))
             text = f", disable=not {plan.accelerator}.is_local_main_process"
             plan.cut(end, end, text, "drawn once, not once a process", call)

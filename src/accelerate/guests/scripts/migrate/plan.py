@@ -48,7 +48,7 @@ class Plan:
             of ``prepare``, by role.
         aliases: names of wrapped models -> the names that were wrapped.
         imports: names to import beside the Accelerator, by module.
-        kept_samplers: the ids of the calls that create a DistributedSampler which stays. divided: the loaders of those.
+        kept_samplers: the calls that create a DistributedSampler which stays. divided: the loaders of those.
     """
 
     script: Script
@@ -63,9 +63,9 @@ class Plan:
     inlined: dict[Symbol, str] = field(default_factory=dict[Symbol, str])
     handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     imports: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict[str, list[str]](list))
-    stripped: set[int] = field(default_factory=set[int])
+    stripped: set[ast.AST] = field(default_factory=set[ast.AST])
     aliases: dict[Symbol, Symbol] = field(default_factory=dict[Symbol, Symbol])
-    kept_samplers: set[int] = field(default_factory=set[int])
+    kept_samplers: set[ast.Call | None] = field(default_factory=set[ast.Call | None])
     divided: set[Symbol] = field(default_factory=set[Symbol])
     everywhere: bool = False  # the Accelerator has to be created at module level
     accelerator: str = "accelerator"
@@ -104,15 +104,16 @@ class Plan:
     def strip(self, call: ast.Call, base: ast.expr, why: str) -> None:
         """Replace ``base.to(device)`` by ``base``."""
         self.cut(self.script.end(base), self.script.end(call), "", why, call)
-        for argument in (*call.args, *call.keywords):
-            self.stripped.update(map(id, ast.walk(argument)))
+        self._strip(*call.args, *call.keywords)
 
     def strip_around(self, call: ast.Call, inner: ast.expr, why: str) -> None:
         """Replace ``wrapper(inner, ...)`` by ``inner``."""
         self.cut(self.script.start(call), self.script.start(inner), "", why, call)
         self.cut(self.script.end(inner), self.script.end(call), "", "", call)
-        for argument in (*call.args[1:], *call.keywords):
-            self.stripped.update(map(id, ast.walk(argument)))
+        self._strip(*call.args[1:], *call.keywords)
+
+    def _strip(self, *arguments: ast.AST) -> None:
+        self.stripped.update(*map(ast.walk, arguments))
 
     @functools.cached_property
     def is_by_hand(self) -> bool:
@@ -130,9 +131,7 @@ class Plan:
 
     def is_removed(self, node: ast.AST) -> bool:
         """Return whether the node is part of something that is removed."""
-        if id(node) in self.stripped or node in self.removed:
-            return True
-        return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.ancestors(node))
+        return any(each in self.removed or each in self.stripped for each in (node, *self.script.ancestors(node)))
 
     def is_in_training(self, node: ast.AST) -> bool:
         """Return whether a node runs with gradients in a training loop, or in a function that such a loop calls."""

@@ -6,10 +6,11 @@ The Accelerator is made before its first use, and after the values of its argume
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 from .plan import LOADER, PREPARED, Plan, UsePoint
 from .precision import note_unknown
@@ -58,17 +59,15 @@ def insert(plan: Plan, point: InsertionPoint, text: str, why: str) -> None:
 # ---------------------------------------------------------------------------------------------- prepare
 
 
-def prepare(plan: Plan) -> dict[int, int]:
-    """Insert ``prepare`` after the last of its objects in each scope, and return its offset by the id of the scope."""
-    groups: dict[int, tuple[Scope, list[tuple[str, Symbol]]]] = {}
-    for role in PREPARED:
-        for symbol in plan.prepared[role]:
-            scope = _prepare_scope(plan, symbol)
-            groups.setdefault(id(scope), (scope, []))[1].append((role, symbol))
-    found: dict[int, int] = {}
-    for key, (scope, members) in groups.items():
-        point = _insertion_point(plan, scope, [symbol for _, symbol in members])
-        names = ", ".join(dict.fromkeys(symbol.name for _, symbol in members))
+def prepare(plan: Plan) -> dict[Scope, int]:
+    """Insert ``prepare`` after the last of its objects in each scope, and return its offset by scope."""
+    groups: dict[Scope, list[Symbol]] = {}
+    for symbol in (symbol for role in PREPARED for symbol in plan.prepared[role]):
+        groups.setdefault(_prepare_scope(plan, symbol), []).append(symbol)
+    found: dict[Scope, int] = {}
+    for scope, symbols in groups.items():
+        point = _insertion_point(plan, scope, symbols)
+        names = ", ".join(dict.fromkeys(symbol.name for symbol in symbols))
         text = f"{names} = {plan.accelerator}.prepare({names})"
         if len(point.indentation) + len(text) > _WIDTH:
             unit = "\t" if "\t" in point.indentation else "    "
@@ -76,7 +75,7 @@ def prepare(plan: Plan) -> dict[int, int]:
         if point.before:
             text += "\n"
         insert(plan, point, text, _WHY_PREPARE)
-        found[key] = point.offset
+        found[scope] = point.offset
         plan.users.append(UsePoint(scope, point.offset))
     if not plan.prepared[LOADER] and plan.survey.backwards and not plan.is_by_hand:
         plan.note(
@@ -112,15 +111,12 @@ def _insertion_point(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Inserti
 
 def _insertion_point_of_arguments(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
     """Return the position for objects passed as arguments: the top of the function, or before the training loop."""
-    body = list(scope.body)
+    body = scope.body
     if not isinstance(scope, ast.Module) and any(symbol.name in parameters(scope) for symbol in symbols):
-        first = body[1] if _is_text(body[0]) and len(body) > 1 else body[0]
-        return ahead(plan, first)
+        return ahead(plan, body[1] if _is_text(body[0]) and len(body) > 1 else body[0])
     used = [loop.node for loop in plan.survey.loops if loop.loaders & set(symbols)]
-    for statement in body:
-        if plan.survey.trains(statement) or any(each is statement for each in used):
-            return ahead(plan, statement)
-    return ahead(plan, body[-1])
+    first = next((each for each in body if plan.survey.trains(each) or each in used), body[-1])
+    return ahead(plan, first)
 
 
 def _common(plan: Plan, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
@@ -134,15 +130,12 @@ def _common(plan: Plan, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int
 
 
 def _chain(plan: Plan, statement: ast.stmt) -> list[tuple[list[ast.stmt], int]]:
-    found: list[tuple[list[ast.stmt], int]] = []
-    node: Any = statement
+    """Return the blocks of its scope that contain a statement, from the outside in, each with the index in it."""
     scope = plan.script.scope(statement)
-    while node is not scope:
-        if isinstance(node, ast.stmt):
-            block = plan.script.block(node)
-            found.insert(0, (block, block.index(node)))
-        node = plan.script.parents[node]
-    return found
+    outer = itertools.takewhile(lambda node: node is not scope, plan.script.ancestors(statement))
+    inside = [each for each in (statement, *outer) if isinstance(each, ast.stmt)]
+    blocks = [(plan.script.block(each), each) for each in reversed(inside)]
+    return [(block, block.index(each)) for block, each in blocks]
 
 
 def _loads(plan: Plan, statement: ast.stmt, symbols: Sequence[Symbol]) -> bool:
@@ -159,40 +152,36 @@ def _is_text(statement: ast.stmt) -> bool:
 # ------------------------------------------------------------------------------------- the Accelerator
 
 
-def create(plan: Plan) -> tuple[set[int], int]:
-    """Create the Accelerator before its first use, import it, and return (ids of scopes that see it, its offset)."""
+def create(plan: Plan) -> tuple[set[Scope], int]:
+    """Create the Accelerator before its first use, import it, and return (the scopes that see it, its offset)."""
     users = [user for user in plan.users if isinstance(user, UsePoint) or not plan.is_removed(user)]
     scope: Scope = plan.script.tree if plan.everywhere else _common_scope(plan, users)
     last = _last_import(plan)
     home = _find_home(plan, scope, users)
     text = f"{plan.accelerator} = Accelerator({_arguments(plan)})"
     _import(plan, last)
+    at_head = home is None and isinstance(scope, ast.Module) and not plan.needs
     if home is not None:
-        point = _insertion_point_at_home(plan, home)
+        point = ahead(plan, _code(home.scope)[0]) if home.after is None else after(plan, home.after)
         lines = [f"global {plan.accelerator}"] if home.is_global else []
-        lines += [text, *(f"{name} = {plan.accelerator}.device" for name in home.moved)]
-        insert(plan, point, "\n".join(lines), _WHY_MADE)
-        plan.edits.insert(0, plan.edits.pop())
-    elif isinstance(scope, ast.Module) and not plan.needs:
+        text = "\n".join([*lines, text, *(f"{name} = {plan.accelerator}.device" for name in home.moved)])
+    elif at_head:
         point = _insertion_point_at_head(plan, last)
-        insert(plan, point, "\n" + text if last is not None else text + "\n", _WHY_MADE)
+        text = "\n" + text if last is not None else text + "\n"
     else:
         point = ahead(plan, _first_user(plan, scope, users))
-        insert(plan, point, text, _WHY_MADE)
-        # A use at the same offset (prepare) comes after it.
+    insert(plan, point, text, _WHY_MADE)
+    if not at_head:  # a use at the same offset (prepare) comes after it
         plan.edits.insert(0, plan.edits.pop())
-    visible = {id(scope)}
-    for function in plan.script.nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
-        if isinstance(scope, ast.Module) or scope in plan.script.ancestors(function):
-            visible.add(id(function))
-    return visible, point.offset
+    functions = plan.script.nodes((ast.FunctionDef, ast.AsyncFunctionDef))
+    is_global = isinstance(scope, ast.Module)
+    inside = (function for function in functions if is_global or scope in plan.script.ancestors(function))
+    return {scope, *inside}, point.offset
 
 
-def _insertion_point_at_home(plan: Plan, home: _Home) -> InsertionPoint:
-    if home.after is not None:
-        return after(plan, home.after)
-    body = [statement for statement in home.scope.body if not _is_text(statement)]
-    return ahead(plan, body[0])
+def _code(scope: Scope) -> list[ast.stmt]:
+    """Return the statements of a scope, without its docstring."""
+    return [statement for statement in scope.body if not _is_text(statement)]
 
 
 def _scopes(plan: Plan, user: Placed) -> list[Scope]:
@@ -204,16 +193,13 @@ def _scopes(plan: Plan, user: Placed) -> list[Scope]:
 
 def _common_scope(plan: Plan, users: Sequence[Placed]) -> Scope:
     chains = [_scopes(plan, user) for user in users]
-    for scope in chains[0]:
-        if all(any(scope is each for each in chain) for chain in chains):
-            return scope
-    return plan.script.tree
+    return next((scope for scope in chains[0] if all(scope in chain for chain in chains)), plan.script.tree)
 
 
 def _first_user(plan: Plan, scope: Scope, users: Sequence[Placed]) -> ast.stmt:
     """Return the first statement of a scope that needs the Accelerator."""
     first = min(map(plan.offset, users))
-    body = [statement for statement in scope.body if not _is_text(statement)]
+    body = _code(scope)
     for statement in body:
         if plan.script.end(statement) >= first or plan.script.line_start((statement.end_lineno or 0) + 1) > first:
             return statement
@@ -299,11 +285,11 @@ def _find_home(plan: Plan, scope: Scope, users: list[Placed]) -> _Home | None:
     """
     if not plan.needs:
         return None
-    local = {id(symbol.scope): symbol.scope for symbol in plan.needs if not isinstance(symbol.scope, ast.Module)}
-    if not local or (len(local) == 1 and scope in local.values()):
+    local = {symbol.scope for symbol in plan.needs if not isinstance(symbol.scope, ast.Module)}
+    if local <= {scope}:
         home = _home_in(plan, scope, users)
     else:
-        home = _home_in_function(plan, next(iter(local.values())), users) if len(local) == 1 else None
+        home = _home_in_function(plan, local.pop(), users) if len(local) == 1 else None
     if home is None and not _is_known_at_once(plan, scope, users):
         _give_up(plan)
     return home

@@ -9,7 +9,7 @@ from . import precision
 from .distributed import is_trained
 from .plan import LOADER, MODEL, OPTIMIZER, SCHEDULER, Plan
 from .setup import ahead, insert
-from .source import dotted, keyword, method, method_name
+from .source import Scope, dotted, keyword, method, method_name
 from .survey import SCALER, Loop, Survey, Symbol
 
 _CLIPPERS: Final = {
@@ -181,13 +181,13 @@ def _counts_batches(plan: Plan) -> bool:
     return any(plan.survey.roots_of(each) & loaders for each in measured)
 
 
-def prints(plan: Plan, is_visible: set[int], after: int) -> None:
+def prints(plan: Plan, is_visible: set[Scope], after: int) -> None:
     """Replace ``print`` by the Accelerator's, which prints once, wherever the Accelerator is in scope."""
     for call in plan.script.nodes(ast.Call):
         start, scope = plan.script.start(call), plan.script.scope(call)
         is_late = start >= after or not isinstance(scope, ast.Module)
         is_own = dotted(call.func) == "print" and keyword(call, "file") is None and not plan.is_removed(call)
-        if is_own and is_late and id(scope) in is_visible:
+        if is_own and is_late and scope in is_visible:
             plan.cut(start, start, f"{plan.accelerator}.", "printed once, not once a process", call)
 
 
@@ -238,11 +238,11 @@ _UNWRAPPED = "the model's own names, without what prepare() put around it"
 # ----------------------------- files, which are written once, with the names of the user's own model
 
 
-def save(plan: Plan, prepared_at: dict[int, int]) -> None:
+def save(plan: Plan, prepared_at: dict[Scope, int]) -> None:
     """Save on one process, and load into the model without its wrapper.
 
     Args:
-        prepared_at: the offset in the text where models are prepared, by the id of the scope.
+        prepared_at: the offset in the text where models are prepared, by scope.
     """
     for call in plan.script.calls("torch.save"):
         if not plan.is_removed(call):
@@ -251,7 +251,7 @@ def save(plan: Plan, prepared_at: dict[int, int]) -> None:
                 _unwrap(plan, call.args[0])
     for call, owner in plan.script.methods("state_dict", "load_state_dict", "save_pretrained"):
         if dotted(owner) and is_trained(plan, owner) and not plan.is_removed(call):
-            offset = prepared_at.get(id(plan.script.scope(call)))
+            offset = prepared_at.get(plan.script.scope(call))
             if offset is None or plan.script.start(call) > offset:
                 _unwrap(plan, owner)
 

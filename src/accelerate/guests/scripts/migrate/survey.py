@@ -60,9 +60,6 @@ class Symbol:
     scope: Any
     name: str
 
-    def __hash__(self) -> int:
-        return hash((id(self.scope), self.name))
-
 
 @final
 @dataclass
