@@ -131,8 +131,5 @@ def prepare_too(subject: Subject, _: Processes, place: Place) -> list[Edit]:
     same = [dotted(each) for each in targets(statement)] == [dotted(each) or None for each in call.args]
     if not isinstance(names, ast.Tuple) or not same or method_name(call) != "prepare":
         return []
-    last = names.elts[-1]
-    return [
-        Edit(subject.script.end(last), subject.script.end(last), f", {name}", "", made.lineno),
-        Edit(subject.script.end(call.args[-1]), subject.script.end(call.args[-1]), f", {name}", "", made.lineno),
-    ]
+    ends = [subject.script.end(names.elts[-1]), subject.script.end(call.args[-1])]
+    return [Edit(end, end, f", {name}", "", made.lineno) for end in ends]

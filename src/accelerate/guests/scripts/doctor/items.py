@@ -72,8 +72,7 @@ class Items:
     def all_in(self, node: ast.AST) -> set[Symbol]:
         """Return the items of a container, with what a tuple of names has."""
         if isinstance(node, (ast.Tuple, ast.List)):
-            named = (self._survey.symbol(each) for each in node.elts)
-            return {each for each in named if each is not None}
+            return {each for each in map(self._survey.symbol, node.elts) if each is not None}
         return {each for items in self._containers(node) for each in items.values()}
 
     def _containers(self, node: ast.AST) -> Iterator[dict[str, Symbol]]:

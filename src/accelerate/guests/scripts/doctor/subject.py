@@ -233,17 +233,11 @@ class Subject:
         before = [each for each in sets if each.node.lineno < line and _is_done(each.node, outer)] if here else sets
         certain = [each.node.lineno for each in before or sets if self._is_certain(each.node, outer)]
         last = max(certain, default=0)
-        return [
-            each
-            for each in known
-            if (each in before and each.node.lineno >= last)
-            or (not each.adds and (not here or not before))
-            or (
-                each.adds
-                and each.node.lineno >= last
-                and (not here or each.node.lineno <= line or loops & set(self.script.ancestors(each.node)))
-            )
-        ]
+        values = [each for each in before if each.node.lineno >= last] if here and before else sets
+        added = [each for each in known if each.adds and each.node.lineno >= last]
+        if here:
+            added = [each for each in added if each.node.lineno <= line or loops & {*self.script.ancestors(each.node)}]
+        return values + added
 
     def derived(self, names: set[Symbol], ends: Callable[[ast.AST], bool]) -> set[Symbol]:
         """Return these names and all names computed from them, except through uses for which `ends` is true."""

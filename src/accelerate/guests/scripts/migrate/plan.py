@@ -115,14 +115,14 @@ class Plan:
     def _strip(self, *arguments: ast.AST) -> None:
         self.stripped.update(*map(ast.walk, arguments))
 
+    # -- queries -------------------------------------------------------------------------------------------
+
     @functools.cached_property
     def is_by_hand(self) -> bool:
         """Whether the script sets up processes itself."""
         ends = ("DistributedDataParallel", "DistributedSampler")
         paths = [self.script.path(call.func) for call in self.script.nodes(ast.Call)]
         return any(path.startswith("torch.distributed.") or path.endswith(ends) for path in paths)
-
-    # -- queries -------------------------------------------------------------------------------------------
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
         """Return whether a name refers to a prepared object, through parameters and aliases."""

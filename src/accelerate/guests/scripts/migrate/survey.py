@@ -36,6 +36,7 @@ Role: TypeAlias = str | None
 
 #: The roles of ``prepare``'s arguments, in their order.
 PREPARED: Final = (MODEL, OPTIMIZER, LOADER, SCHEDULER)
+_BY_NAME: Final = {"DataLoader": LOADER, "GradScaler": SCALER, "DistributedSampler": SAMPLER}
 _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
 _KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "apply"})
 _SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler$|LRScheduler$|Scheduler$")
@@ -224,9 +225,8 @@ class Survey:
             return False
         bases = [self.script.path(base) for base in node.bases]
         return any(
-            base in ("torch.nn.Module", "torch.nn.modules.Module")
+            base.startswith("torch.nn.")
             or base.endswith(("nn.Module", "PreTrainedModel"))
-            or base.startswith("torch.nn.")
             or self.is_module_class(base, (*seen, name))
             for base in bases
         )
@@ -277,12 +277,8 @@ class Survey:
             return SCHEDULER
         if path.startswith(("torch.optim.", "bitsandbytes.optim.")):
             return None if last == "swa_utils" else OPTIMIZER
-        if last == "DataLoader":
-            return LOADER
-        if last == "GradScaler":
-            return SCALER
-        if last == "DistributedSampler":
-            return SAMPLER
+        if last in _BY_NAME:
+            return _BY_NAME[last]
         if self.is_module_class(path):
             return MODEL
         if path.startswith("torch.nn.") and last[:1].isupper() and not _LOSS.search(path) and last not in _WRAPPERS:

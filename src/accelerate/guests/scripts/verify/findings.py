@@ -27,7 +27,8 @@ _LEAST: Final = 1e-3
 #: A smaller relative difference may be rounding, in any dtype but those of 16 bits.
 _ROUNDING: Final = 1e-5
 
-_QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states": "optimizer state"}
+#: The kinds of tensors, and what one of each is called.
+QUANTITIES: Final = {"gradients": "gradient", "weights": "parameter", "states": "optimizer state"}
 
 #: What a finding's code stands for.
 CODES: Final = {
@@ -178,7 +179,7 @@ class Bounds:
                     for name in before.shown.keys() & after.shown.keys():
                         change = evaluations.distance(before.shown[name], after.shown[name])
                         found.spread[number, "evaluation", name] = change
-        for kind in ("gradients", "weights", "states"):
+        for kind in QUANTITIES:
             largest: dict[str, float] = {}
             for number in range(min(len(reference.steps), len(reordered.steps))):
                 before = reference.tensors(number, kind)
@@ -278,7 +279,7 @@ def notes_on(layout: Layout, reference: History, run: History, bounds: Bounds, s
 def excesses_of(layout: Layout, reference: History, run: History, bounds: Bounds) -> dict[str, list[float]]:
     """Return the largest difference of each step over its bound, for each kind of tensors that both have."""
     found: dict[str, list[float]] = {}
-    for kind in ("gradients",) if layout.precision else _QUANTITIES:
+    for kind in ("gradients",) if layout.precision else QUANTITIES:
         for number in range(min(len(reference.steps), len(run.steps))):
             before = reference.tensors(number, kind)
             excesses = [
@@ -345,15 +346,15 @@ class _StepComparison:
                 given = expected or found
                 if given is not None and given.norm > 1e-6 * scale:  # else a gradient of zeros
                     text = "none, and one in the reference" if found is None else "one, and none in the reference"
-                    yield self._finding(_QUANTITIES[kind], name, "V04", text)
+                    yield self._finding(QUANTITIES[kind], name, "V04", text)
                     return
                 continue
             bound = self._bounds.bound(self._number, kind, name)
             if kind != "gradients" and expected.dtype != found.dtype:
-                yield self._finding(_QUANTITIES[kind], name, "V09", f"{found.dtype} instead of {expected.dtype}")
+                yield self._finding(QUANTITIES[kind], name, "V09", f"{found.dtype} instead of {expected.dtype}")
                 return
             if other is not None and other.differs and self._bounds.is_meaningful(bound):
-                yield self._finding(_QUANTITIES[kind], name, "V05", "its copies on the ranks differ")
+                yield self._finding(QUANTITIES[kind], name, "V05", "its copies on the ranks differ")
                 return
             if not self._bounds.is_meaningful(bound) or (self._layout.precision and kind != "gradients"):
                 continue  # a gradient near zero, rounded to the other sign, makes another step of the whole rate
@@ -368,7 +369,7 @@ class _StepComparison:
                 code, text, factor = "V19", f"its bits differ, by {gap:.1e} of its norm", None
             else:
                 code, text = _cause(self._layout, self._run, self._number, kind, factor, expected, found)
-            yield self._finding(_QUANTITIES[kind], name, code, text + (self._hint() if code == "V13" else ""), factor)
+            yield self._finding(QUANTITIES[kind], name, code, text + (self._hint() if code == "V13" else ""), factor)
 
     def _hint(self) -> str:
         """Return the likely cause of gradients that differ by no factor, as the end of a sentence; "" if unknown."""

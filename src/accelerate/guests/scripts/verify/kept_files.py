@@ -298,7 +298,7 @@ class _Mirror(threading.local):
 
 
 @final
-class _Entries(Iterator[object]):
+class _Entries(Iterator[object], contextlib.AbstractContextManager["_Entries"]):
     """The entries of a folder, as `os.scandir` gives them: an iterator that can be closed."""
 
     def __init__(self, entries: Iterable[object]) -> None:
@@ -306,9 +306,6 @@ class _Entries(Iterator[object]):
 
     def __next__(self) -> object:
         return next(self._entries)
-
-    def __enter__(self) -> _Entries:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

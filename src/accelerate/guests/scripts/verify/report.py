@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any, Final
 
+from .findings import QUANTITIES
 from .prove import Outcome, Proof
 
 #: Of the curves in the page.
@@ -14,7 +15,6 @@ _WIDTH: Final = 560
 _HEIGHT: Final = 160
 _MARGIN: Final = 56
 _COLOURS: Final = {"gradients": "#1f6feb", "weights": "#1a7f37", "states": "#9a6700"}
-_LABELS: Final = {"gradients": "gradients", "weights": "parameters", "states": "optimizer states"}
 #: The range of the vertical axis: powers of ten of a difference over its bound.
 _LOWEST, _HIGHEST = -6.0, 12.0
 
@@ -143,7 +143,8 @@ def _curves(outcome: Outcome) -> str:
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         lines.append(
-            f'<text x="{_MARGIN + 130 * place}" y="{_HEIGHT + 32}" style="fill:{colour}">&#9679; {_LABELS[kind]}</text>'
+            f'<text x="{_MARGIN + 130 * place}" y="{_HEIGHT + 32}" style="fill:{colour}">&#9679; '
+            f"{QUANTITIES[kind]}s</text>"
         )
     return f'<svg viewBox="0 0 {_WIDTH + 10} {_HEIGHT + 40}" width="{_WIDTH + 10}">{"".join(lines)}</svg>'
 
