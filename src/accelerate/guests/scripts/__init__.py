@@ -3,7 +3,6 @@
 - `migrate`: convert a plain PyTorch script to use the Accelerator; `migrate_command`.
 - `doctor`: find how an accelerated script behaves differently on several processes; `doctor_command`.
 - `verify`: compare runs of a script, or of two, update by update; `verify_command`.
-- `options`: the options that their commands share.
 """
 
 from __future__ import annotations

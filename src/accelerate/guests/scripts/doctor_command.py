@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...commands.parser import Subparsers, command_parser, complain_and_exit, run_with_script_arguments
-from .options import add_num_steps, read_script, runs_agree
+from .verify_command import add_num_steps, runs_agree
 
 if TYPE_CHECKING:
     from .doctor import Finding
@@ -65,6 +65,7 @@ def doctor_command(args: argparse.Namespace) -> int:
 def _has_errors(path: Path, args: argparse.Namespace) -> bool:
     """Examine one script, fix it if that is asked for, and return whether an error is left."""
     from .doctor import Severity, Unaccelerated, diff, examine, fixed
+    from .migrate import read_script
 
     text, name = read_script(path), str(path)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
-from .options import add_num_steps, read_script, runs_agree
+from .verify_command import add_num_steps, runs_agree
 
 if TYPE_CHECKING:
     from .migrate import Migration
@@ -50,7 +50,7 @@ def migrate_command(args: argparse.Namespace) -> int:
     Raises:
         Refused: the script can't be changed, or is accelerated already.
     """
-    from .migrate import migrate
+    from .migrate import migrate, read_script
 
     found = migrate(read_script(args.script), str(args.script), keep_batch=args.keep_batch)
     if args.diff:

@@ -1,4 +1,7 @@
-"""``accelerate verify script.py``: train some updates as one process and in layouts, and say what differs."""
+"""``accelerate verify script.py``: train some updates as one process and in layouts, and say what differs.
+
+Other commands that train with a script take the number of updates and the comparison of runs from here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
 from ...wording import by_number
-from .options import add_num_steps
+
+if TYPE_CHECKING:
+    from .verify import Comparison
 
 _DESCRIPTION: Final = (
     "Train some updates with a script as one process, then in layouts: more processes, sharded, in micro-batches, "
@@ -101,6 +106,44 @@ def _check(args: argparse.Namespace) -> None:
             raise VerificationError(f"{option} {file} is a folder. Name a file.")
         if file is not None and not file.parent.is_dir():
             raise VerificationError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
+
+
+def add_num_steps(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the length of compared runs."""
+    parser.add_argument(
+        *spellings("--num_steps"),
+        "--updates",
+        type=count,
+        default=8,
+        metavar="N",
+        help="How many updates (steps of the optimizer) to compare.",
+    )
+
+
+def runs_agree(
+    prog: str,
+    args: argparse.Namespace,
+    compare: Callable[[], Sequence[Comparison]],
+    conclusion: str,
+    otherwise: str = "",
+    *,
+    aside: bool = False,
+) -> bool:
+    """Train as `compare` does, show the tables (errors go to `aside`), and return whether all runs agree."""
+    from .verify import VerificationError
+
+    print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
+    try:
+        comparisons = compare()
+    except VerificationError as error:
+        print(f"{prog}: {error}", file=sys.stderr)  # with what the run printed, however long
+        return False
+    tables = [comparison.text(conclusion) for comparison in comparisons]
+    print("\n" + "\n\n".join(tables), file=sys.stderr if aside else sys.stdout)
+    differ = any(comparison.differences for comparison in comparisons)
+    if differ and otherwise:
+        print(otherwise, file=sys.stderr)
+    return not differ
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

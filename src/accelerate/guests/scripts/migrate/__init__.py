@@ -9,7 +9,7 @@ from typing import final
 
 from . import devices, distributed, hints, setup, steps
 from .plan import LOADER, Note, Plan
-from .refuse import Refused, check, check_left, parsed
+from .refuse import Refused, check, check_left, parsed, read_script
 from .source import Edit, apply, chosen
 from .survey import Survey
 
@@ -132,4 +132,4 @@ def _add_final_notes(plan: Plan) -> None:
                 )
 
 
-__all__ = ["Migration", "Refused", "migrate"]
+__all__ = ["Migration", "Refused", "migrate", "read_script"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 from ....errors import AccelerateError
@@ -38,6 +39,20 @@ _TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.
 
 class Refused(AccelerateError, ValueError):
     """The error for a script that isn't converted; its text begins with the file and line of the reason."""
+
+
+def read_script(path: Path) -> str:
+    """Return the text of a script, line endings included.
+
+    Raises:
+        Refused: it is a notebook, or isn't text.
+    """
+    if path.suffix == ".ipynb":
+        raise Refused(f"{path}:1: it is a notebook; export it as a script first (jupyter nbconvert --to script).")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path}:1: it isn't text in UTF-8 ({error.reason} at byte {error.start}).") from None
 
 
 def parsed(text: str, name: str) -> Script:
