@@ -180,9 +180,8 @@ def _numbers(plan: Plan) -> None:
 def _is_test(plan: Plan, node: ast.AST) -> bool:
     """Return whether an expression only tests if the variable is set."""
     outer = plan.script.parents[node]
-    return isinstance(outer, (ast.If, ast.BoolOp)) or (
-        isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.In)
-    )
+    is_in = isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.In)
+    return is_in or isinstance(outer, (ast.If, ast.BoolOp))
 
 
 def _collective(plan: Plan, call: ast.Call, last: str) -> None:

@@ -34,6 +34,9 @@ _OTHERS: Final = {
 }
 _FUNCTIONAL: Final = ("torch.func.grad", "torch.func.grad_and_value", "torch.func.vjp", "torch.autograd.grad")
 _CHANGES: Final = ("add_", "sub_", "addcdiv_", "copy_")
+#: How the data of a parameter is called, or a parameter itself.
+_DATA: Final = ("data", "p", "param", "parameter")
+_PROCESSES: Final = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer")
 
 
@@ -79,7 +82,7 @@ def check(script: Script, survey: Survey) -> None:
         path = script.path(node.func)
         if path in _TRAINERS:
             raise _refused(script, node, f"{path} runs the loop, and works with `accelerate launch` as it is")
-        if path in ("torch.multiprocessing.Process", "multiprocessing.Process") and _trains(survey, node):
+        if path in _PROCESSES and not survey.training_functions.isdisjoint(map(dotted, ast.walk(node))):
             raise _refused(script, node, "it starts its training processes one by one; call the worker function "
                            "directly and let `accelerate launch` start the processes")  # fmt: skip
     if survey.backwards:
@@ -93,7 +96,7 @@ def _check_optimizers(script: Script, survey: Survey) -> None:
     """Raise unless there is an optimizer with a module's parameters, at the line of its creation."""
     if not survey.trained[OPTIMIZER]:
         for call, owner in script.methods(*_CHANGES):
-            if _is_data(owner):
+            if dotted(owner).rpartition(".")[2] in _DATA:
                 raise _refused(script, call, "weights are changed by hand here, and no optimizer was recognised. Use "
                                "`torch.optim.SGD(model.parameters(), lr=lr)` and `optimizer.step()`")  # fmt: skip
         roots = [root for _, owner in script.methods("zero_grad") for root in survey.roots_of(owner)]
@@ -104,11 +107,6 @@ def _check_optimizers(script: Script, survey: Survey) -> None:
         made = [call for call in script.nodes(ast.Call) if survey.role(call) == OPTIMIZER]
         raise _refused(script, (made or survey.backwards)[0], "no model was recognised: the optimizer doesn't visibly "
                        "get a module's parameters(). Train an nn.Module, with tensors in nn.Parameter")  # fmt: skip
-
-
-def _is_data(node: ast.expr) -> bool:
-    """Return whether an expression is a parameter's data, or a parameter's likely name."""
-    return dotted(node).rpartition(".")[2] in ("data", "p", "param", "parameter")
 
 
 def _check_evaluation(script: Script, survey: Survey) -> None:
@@ -139,11 +137,6 @@ def _check_imports(script: Script) -> None:
         name, owner = method(node) or ("", node)
         if dotted(node.func) == "Accelerator" or (name == "prepare" and "accelerator" in dotted(owner)):
             raise _refused(script, node, "it uses accelerate already")
-
-
-def _trains(survey: Survey, call: ast.Call) -> bool:
-    names = {dotted(each) for each in ast.walk(call) if dotted(each)}
-    return bool(names & survey.training_functions)
 
 
 def _check_placing(script: Script) -> None:
@@ -317,7 +310,8 @@ def _bypassing(plan: Plan) -> ast.Call | None:
     """Return the first call of a prepared model's own method that runs its layers in the training loop."""
     for call in plan.script.nodes(ast.Call):
         name, owner = method(call) or ("forward", call)
-        if name == "forward" or not dotted(owner) or not _is_kept(plan, call):
+        is_used = isinstance(plan.script.statement(call), (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return))
+        if name == "forward" or not dotted(owner) or not is_used:
             continue
         own = [each for each in plan.survey.functions.get(name, ()) if _is_of_module(plan, each)]
         if own and is_trained(plan, owner) and plan.is_in_training(call) and _runs_layers(plan, own[0]):
@@ -328,11 +322,6 @@ def _bypassing(plan: Plan) -> ast.Call | None:
 def _is_of_module(plan: Plan, function: Function) -> bool:
     owner = plan.script.parents.get(function)
     return isinstance(owner, ast.ClassDef) and plan.survey.is_module_class(owner.name)
-
-
-def _is_kept(plan: Plan, call: ast.Call) -> bool:
-    """Return whether a call's value is used."""
-    return isinstance(plan.script.statement(call), (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return))
 
 
 def _runs_layers(plan: Plan, function: Function) -> bool:

@@ -131,7 +131,7 @@ class EvaluationRecorder:
 
     def _begin_or_go_on(self) -> None:
         """Begin an evaluation, or note whether the running one has drawn random numbers since the last call."""
-        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        state = random_state()
         if self._running is None:
             self._running = Evaluation(self._record.num_steps)
             self._record.evaluations.append(self._running)
@@ -202,6 +202,11 @@ class EvaluationRecorder:
             if not self._reads_loader:
                 self._begin_or_go_on()
             self._running.shown.setdefault(name, Shown(line)).numbers.extend(numbers)
+
+
+def random_state() -> bytes:
+    """Return a hash of the state of torch's random numbers."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
 
 
 def _of_script(dataset: Any) -> object:

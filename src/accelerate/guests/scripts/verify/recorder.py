@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from ....data_loader import PreparedLoader
 from ....parallel.rebind import canonical_name
 from ....torch_private.modules import batch_fetchers
 from ....training.optimizer import AcceleratedOptimizer
-from .evaluation_recorder import EvaluationRecorder
+from .evaluation_recorder import EvaluationRecorder, random_state
 from .moments import Places
 from .record import Conditions, Moments, Record, Step
 from .wrapping import Call, caller, end_with_others, is_of_script, trainer_of, wrap
@@ -142,7 +141,7 @@ class Recorder:
             self._depth -= 1
 
     def _note_draws(self) -> None:
-        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        state = random_state()
         self._record.draws |= self._random_state not in (None, state)
         self._random_state = state
 
