@@ -100,8 +100,6 @@ HEAVY_FILES: Final = frozenset(
         "guests/adopted/strategy.py",
         "guests/batch_parts/replicas.py",
         "guests/batch_parts/sharded.py",
-        "guests/batch_parts/shards.py",
-        "guests/batch_parts/stages.py",
         "guests/checks/",
         "guests/estimate/",
         "guests/fault_tolerance/sharded_strategy.py",

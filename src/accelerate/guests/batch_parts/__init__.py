@@ -1,16 +1,13 @@
 """The same bits on any number of ranks: an update's global batch is computed in parts of one shape. Internal.
 
 - `options`: the option, its flag and variable.
-- `tree`, `exchange`: gradients are summed in one binary tree over the parts, inside a rank and between ranks.
+- `fixed_order`: the order of sums: one binary tree over the parts, and norms that don't depend on sharding.
+- `exchange`: gradients are summed in the order of the tree between ranks.
 - `loaders`: which batches are which parts.
-- `streams`: the random streams of a part.
 - `statistics`: running statistics of BatchNorm, in the order of the parts.
-- `fixed_order`: norms in an order that doesn't depend on sharding.
-- `hashes`: one hash of all that training has changed.
-- `record`: the file of hashes, one each n updates.
-- `parts`: what begins and ends with a part or an update.
-- `replicas`, `shards`, `stages`: the strategies.
-- `sharded`: what those that shard have in common.
+- `hashes`: one hash of all that training has changed, and the file of such hashes, one each n updates.
+- `parts`: the random streams of a part, and what begins and ends with a part or an update.
+- `replicas`, `sharded`: the strategies.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ def _splits_layers(settings: Settings, world: World) -> bool:
 
 GUEST: Final = Guest(
     strategies=(
-        Candidate(f"{__name__}.stages", "PartStages", _splits_layers, is_instead_of_others=True),
-        Candidate(f"{__name__}.shards", "PartShards", _shards, is_instead_of_others=True),
+        Candidate(f"{__name__}.sharded", "PartStages", _splits_layers, is_instead_of_others=True),
+        Candidate(f"{__name__}.sharded", "PartShards", _shards, is_instead_of_others=True),
         Candidate(
             f"{__name__}.replicas",
             "PartReplicas",
@@ -84,6 +81,6 @@ def attach_log(run: Accelerator, asked: object) -> LoopHook | None:
     options = run.settings.find(FingerprintOptions)
     if options is None or options.fingerprint_every is None:
         return None
-    from .record import FingerprintLog
+    from .hashes import FingerprintLog
 
     return FingerprintLog(run, options.fingerprint_every)

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from ...errors import PreparationError
 from ...torch_private.distributed import all_gather_single
 from ...torch_private.modules import current_backward
-from .tree import Gradients, Node, PartialSums, nodes_of
+from .fixed_order import Gradients, Node, PartialSums, nodes_of
 
 #: The bytes of the first bucket, which is sent early, and of the others; those of DDP.
 _FIRST_BYTES: Final = 2**20

@@ -1,7 +1,8 @@
-"""The fingerprint of a run: one SHA-256 of all that training has changed, whatever ranks hold it.
+"""The fingerprint of a run: one SHA-256 of all that training has changed, whatever ranks hold it; and the file of them.
 
 Every tensor is hashed row by row, and the hashes of its rows together, so that a shard is hashed where it is and only
-32 bytes of each row are sent. (Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987.)
+32 bytes of each row are sent. (Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987.) In the
+file, one line each n updates shows the first update at which two runs differ.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast, final
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
 from ...distributed.random import capture_host_streams
-from ...errors import PreparationError
+from ...errors import PreparationError, SettingError
 from ...modules import is_sharded
+from ...seams import LoopHook
+from ...tracking.jsonl import JSONLTracker
 from .fixed_order import place_of
 
 if TYPE_CHECKING:
@@ -165,3 +169,70 @@ def _row_hashes(tensor: torch.Tensor) -> bytes:
     rows = tensor.detach().cpu().contiguous()
     rows = rows.reshape(rows.shape[0] if rows.ndim else 1, -1).view(torch.uint8)
     return b"".join(hashlib.sha256(memoryview(row)).digest() for row in rows.numpy())
+
+
+#: The file is ``{logging_dir}/fingerprints.jsonl``; the monitor of a run reads it too.
+_NAME: Final = "fingerprints"
+
+
+@final
+class FingerprintLog(LoopHook):
+    """The fingerprints of a run, written where the body of the training loop has ended.
+
+    So the fingerprint is the one of a checkpoint that the body saves; after an epoch's last batch, it is the one of a
+    checkpoint saved after the epoch.
+
+    Raises:
+        SettingError: the run has no folder for the file.
+    """
+
+    def __init__(self, run: Accelerator, every: int) -> None:
+        if run.logging_dir is None:
+            raise SettingError(
+                f"{run.settings.quote('fingerprints.fingerprint_every')}: the run has no folder for the file. Give "
+                "Accelerator(project_dir=...)."
+            )
+        self._run, self._every = ref(run), every
+        self._log = JSONLTracker(_NAME, run.logging_dir)
+        self._log.start()
+        self._last = 0  # the update that was noted last
+        self._due = 0  # an update whose fingerprint isn't written; 0: none
+        self._loader = 0  # the id of the loader whose loop made it
+
+    def after_step(self, optimizer: object) -> None:
+        """Note each n-th update."""
+        run = self._run()
+        assert run is not None, "it calls this"
+        updates = max(prepared.num_updates for prepared in run._optimizers)
+        if updates != self._last and updates % self._every == 0:
+            self._last = self._due = updates
+            self._loader = id(run.gradient_state.loaders.active)
+
+    def begin_pass(self, loader: object) -> None:
+        """Write the last fingerprint of a loop that ended by ``break``."""
+        self.between_batches(loader)
+
+    def between_batches(self, loader: object) -> None:
+        """Write the fingerprint of the update that this batch completed."""
+        if id(loader) == self._loader:
+            self._write()
+
+    def end_pass(self, loader: object) -> None:
+        """Write the fingerprint of an epoch's last update."""
+        if getattr(loader, "end_of_dataloader", False):  # else it may be one rank's
+            self.between_batches(loader)
+
+    def end_run(self) -> None:
+        """Write the last fingerprint."""
+        self._write()
+
+    def _write(self) -> None:
+        """Write the fingerprint that is due, if one is; a collective if parameters are sharded."""
+        run = self._run()
+        if not self._due or run is None:
+            return
+        updates, self._due = self._due, 0
+        parts = getattr(run.strategy, "parts", None)
+        if parts is not None:
+            parts.before_save()
+        self._log.log({"fingerprint": run.fingerprint()}, updates)

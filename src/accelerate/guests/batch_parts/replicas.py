@@ -18,9 +18,8 @@ from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from ...training.oom_retry import Retryable
 from .exchange import Exchange
-from .fixed_order import total_norm
+from .fixed_order import Node, PartialSums, total_norm
 from .parts import Parts
-from .tree import Node, PartialSums
 
 if TYPE_CHECKING:
     from ...data_loader.loader import PreparedLoader

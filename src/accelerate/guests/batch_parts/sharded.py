@@ -1,10 +1,13 @@
-"""Gradients of FSDP's units, summed over the parts of an update by a reduce-scatter of our own."""
+"""Parameters sharded by FSDP 2, also in pipeline stages, over ranks that compute the parts of an update.
+
+The gradients of FSDP's units are summed over the parts by a reduce-scatter of our own.
+"""
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -17,13 +20,16 @@ from ...distributed.mesh import DATA_AXES, TOKEN_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...parallel.base import Clipping, Strategy, StrategyOptions
+from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.matrix_optimizer import DECLARATION
+from ...parallel.pipeline.strategy import PipelinedModel, PipelineStrategy
+from ...precision import Precision
 from ...torch_private.fsdp import unsharded_parameters
 from ...training.oom_retry import Retryable
-from .fixed_order import place_of, total_norm
+from .fixed_order import Node, PartialSums, norm_of_norms, place_of, total_norm
 from .parts import Parts
-from .tree import Node, PartialSums
+from .statistics import has_statistics
 
 if TYPE_CHECKING:
     from ...data_loader.loader import PreparedLoader
@@ -262,3 +268,107 @@ class _Reduction:
         self._sums, self._num_parts = {}, 0
         # Under HSDP torch adds up the replicas after this, so that all but one are zero.
         output.copy_(total.view_as(output) + 0.0 if self._is_first else torch.zeros_like(output))
+
+
+#: Along these, ranks compute tokens of the same samples.
+_TOKENS = tuple(axis for axis in TOKEN_AXES if axis not in DATA_AXES)
+
+
+@final
+class PartShards(PartSharding, FullyShardStrategy):
+    """FSDP 2 whose gradients are summed in the order of the parts, after each of them."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        if self.mesh.active("ep"):
+            raise PreparationError(
+                "ep with batch_parts isn't built: an expert computes tokens of several parts at once, so the order of "
+                "their sums depends on the number of ranks. Leave it out, or batch_parts."
+            )
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Return ``model`` sharded; its gradients are summed in the order of the parts."""
+        placed = super().place_model(model, precision, device_placement, evaluation_mode)
+        if evaluation_mode:
+            return placed
+        if self._replicas:
+            raise PreparationError("Parameters that FSDP ignores aren't summed in the order of the parts. Shard them.")
+        self.sum_parts_of(placed, self.shard_mesh(), self.mesh.size(*_TOKENS))
+        self.parts.take_model(placed)
+        sequences = self.mesh.active(*_TOKENS)
+        if sequences and self.parts.has_statistics:
+            raise PreparationError(
+                f"BatchNorm under {', '.join(sequences)} with batch_parts isn't built: each rank normalises over its "
+                "own tokens of a part. Use LayerNorm, or leave batch_parts out."
+            )
+        return placed
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Enter a context in which backward passes reduce gradients as elsewhere: each is one part's."""
+        return nullcontext()
+
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float | None = None, **kwargs: Any
+    ) -> None:
+        """Accumulate the gradients of ``loss``; at the end of the window they are those of all parts.
+
+        Args:
+            num_steps: the micro-batches of an update on this rank, if the loss is a mean; None if it is a sum.
+        """
+        with self.next_part():
+            num_parts = 1 if num_steps is None else num_steps * self.mesh.size(*TOKEN_AXES)
+            super().backward(loss, scaler, num_parts, **kwargs)
+
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``clipping.max_norm``; return the norm before scaling."""
+        self._require_gradients(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.world.device)
+        return self.scale(gradients, self.norm_of(gradients, clipping.norm_type, self.shard_mesh()), clipping)
+
+
+@final
+class PartStages(PartSharding, PipelineStrategy):
+    """Stages whose gradients are summed in the order of the parts. All stages compute one part, in micro-batches."""
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Return the stages of ``model`` on this rank; their gradients are summed in the order of the parts."""
+        if has_statistics(model):
+            raise PreparationError(
+                "BatchNorm in a pipeline with batch_parts isn't built: it normalises over a micro-batch of a part. Use "
+                "LayerNorm, or leave batch_parts out."
+            )
+        placed = super().place_model(model, precision, device_placement, evaluation_mode)
+        if isinstance(placed, PipelinedModel) and placed is not model and not evaluation_mode:
+            shared = {parameter for name, parameter in placed.named_parameters() if name in placed.shared}
+            for stage in placed.pipeline_schedule.stages.values():
+                self.sum_parts_of(stage, self.shard_mesh(), shared=shared)
+            self.parts.take_model(placed)
+        return placed
+
+    def pipeline_step(
+        self, model: Any, *args: Any, num_steps: float, synchronises: bool, **options: Any
+    ) -> torch.Tensor:
+        """Accumulate the gradients of a part on every stage; at the end of an update they are those of all parts."""
+        with self.next_part():
+            num_parts = num_steps * self.mesh.size(*DATA_AXES)
+            loss = super().pipeline_step(model, *args, num_steps=num_parts, synchronises=synchronises, **options)
+            if not synchronises:
+                model.pipeline_schedule.reduce()
+        return loss
+
+    def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """Scale the gradients to a norm over all stages; a collective of the pipeline."""
+        counted = [p.grad for p in parameters if p.grad is not None and p not in self._shared]
+        own = torch.zeros((), device=self.world.device)
+        if counted:
+            own = self.norm_of(counted, clipping.norm_type, self.shard_mesh())
+        of_stages = [torch.empty_like(own) for _ in range(self.mesh.size("pp"))]
+        dist.all_gather(of_stages, own, group=self.mesh.group("pp"))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return self.scale(gradients, norm_of_norms(torch.stack(of_stages), clipping.norm_type), clipping)
