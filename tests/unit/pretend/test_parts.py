@@ -5,10 +5,8 @@ from __future__ import annotations
 from accelerate.distributed.mesh import Mesh
 from accelerate.distributed.world import World
 from accelerate.guests.pretend.communication import Traffic, axes_of
-from accelerate.guests.pretend.contradictions import _data, _hosts
-from accelerate.guests.pretend.files import WrittenFile
-from accelerate.guests.pretend.report import Report, Share
-from accelerate.guests.pretend.samples import LoaderShare
+from accelerate.guests.pretend.records import LoaderShare
+from accelerate.guests.pretend.report import Report, Share, WrittenFile, _data, _hosts
 
 MESH = Mesh.of(World.pretend(7777, 16384, local_rank=1, local_size=8), None, dp_replicate=32, dp_shard=64, tp=8)
 

@@ -1,22 +1,33 @@
-"""The report of one simulated rank, as text."""
+"""The report of one simulated rank, as text: with settings that can't work, and the files of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+from unittest.mock import patch
 
 import torch
 
+from ...checkpointing import codec
+from ...checkpointing.agreement import Ranks
+from ...checkpointing.items import CheckpointItem, RunItems
+from ...checkpointing.layout import MAX_RANKS, folder_of_rank
 from ...checkpointing.manifest import format_bytes
-from ...distributed.mesh import Mesh
+from ...checkpointing.shards_item import ShardsItem
+from ...checkpointing.store import StagingDirectory
+from ...checkpointing.weights import EVERYTHING
+from ...distributed.mesh import SHARD_AXES, Mesh
 from ...distributed.world import World, current_world
 from ...modules import is_sharded
+from ...torch_private.pretended import local_part
+from ...torch_private.tracing import fake_tensor_class
 from .communication import Traffic
-from .contradictions import find_contradictions
-from .files import WrittenFile, files_of_checkpoint
-from .memory import num_bytes_of
-from .samples import LoaderShare
+from .records import LoaderShare, num_bytes_of
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -205,3 +216,164 @@ def _files(files: list[WrittenFile], saves: list[str], *, has_manifest: bool) ->
     if saves:
         lines.append(f"  not done, though the script called {', '.join(saves)}")
     return lines
+
+
+#: Axes whose ranks communicate within each layer, for which only the links of one host are fast enough.
+_WITHIN_A_HOST: Final = ("sp", "tp")
+
+
+def find_contradictions(accelerator: Accelerator, mesh: Mesh, loaders: Sequence[LoaderShare]) -> list[str]:
+    """Return one text for each setting that can't work at this size: the setting, the reason, and the remedy."""
+    return [
+        *_hosts(mesh),
+        *_empty_shards(accelerator, mesh),
+        *(text for number, loader in enumerate(loaders) for text in _data(number, loader)),
+    ]
+
+
+def _hosts(mesh: Mesh) -> list[str]:
+    local, found = max(mesh.world.local_size, 1), list[str]()
+    for axis in mesh.active(*_WITHIN_A_HOST):
+        hosts = sorted({rank // local for rank in mesh.ranks(axis)})
+        if len(hosts) > 1:
+            found.append(
+                f"{axis}_size={mesh.size(axis)}: the group of this rank lies on {len(hosts)} hosts of {local} "
+                f"processes ({hosts[0]} to {hosts[-1]}), and communicates within each layer. Give a size that "
+                f"divides {local}."
+            )
+    return found
+
+
+def _empty_shards(accelerator: Accelerator, mesh: Mesh) -> list[str]:
+    found: list[str] = []
+    for model in accelerator._models:
+        parameters = dict(model.named_parameters())
+        empty = [name for name, each in parameters.items() if each.numel() and not _local(each).numel()]
+        if empty:
+            first = parameters[empty[0]]
+            ranks = mesh.size(*SHARD_AXES)
+            found.append(
+                f"{len(empty)} of {len(parameters)} parameters have no shard on this rank: {empty[0]} has "
+                f"{first.shape[0]} rows for the {ranks} ranks that shard it. This rank takes part in their "
+                "collectives, and holds nothing of them. Give a smaller dp_shard_size, and replicate "
+                "(dp_replicate_size)."
+            )
+    return found
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    part = local_part(parameter)
+    assert isinstance(part, torch.Tensor)
+    return part
+
+
+def _data(number: int, loader: LoaderShare) -> list[str]:
+    found: list[str] = []
+    if loader.num_batches == 0:
+        found.append(
+            f"Loader {number}: this rank reads no sample in an epoch: there are {loader.num_samples}, and a step "
+            f"of all ranks takes {loader.global_batch}. Give more data, a smaller batch_size, or fewer "
+            "data-parallel ranks."
+        )
+    elif loader.num_samples is not None and loader.global_batch and loader.num_samples < loader.global_batch:
+        found.append(
+            f"Loader {number}: a step of all ranks takes {loader.global_batch} samples, and there are "
+            f"{loader.num_samples}: every epoch is one step, in which samples are read several times. Give more data, "
+            "a smaller batch_size, or fewer data-parallel ranks."
+        )
+    return found
+
+
+@final
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that this rank writes.
+
+    Attributes:
+        num_replicas: the number of ranks with the same values; each writes a part, and the bytes are those of all
+            parts.
+    """
+
+    name: str
+    num_bytes: int
+    num_replicas: int = 1
+
+
+@final
+class _CountingFile:
+    """A file that only counts the bytes written to it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Count the bytes."""
+        size = memoryview(data).nbytes
+        self.num_bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _bytes_of(item: ShardsItem, world: World) -> int:
+    """Return the bytes of this rank's pieces in torch's format; rank 0 writes the values that aren't sharded."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    file = _CountingFile()
+    for piece, value in item.planned():
+        if piece.type != WriteItemType.SHARD and not world.is_main:
+            continue
+        if isinstance(value, torch.Tensor):
+            _save(torch.empty(value.shape, dtype=value.dtype), file)
+        else:
+            file.write(value.getbuffer())
+    return file.num_bytes
+
+
+def _save(tensor: torch.Tensor, file: _CountingFile) -> None:
+    checked = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # the checksum would read every byte
+    try:
+        torch.serialization.save(tensor, file)  # pyright: ignore[reportArgumentType]
+    finally:
+        torch.serialization.set_crc32_options(checked)
+
+
+def files_of_checkpoint(accelerator: Accelerator, mesh: Mesh) -> list[WrittenFile]:
+    """Return the files that ``save_state`` would write on this rank, without those of hooks."""
+    run = accelerator._run_state
+    world = accelerator.world
+    parts = run.strategy.checkpoint_state(run.models, run.optimizers)
+    items = RunItems(run, parts, EVERYTHING)
+    is_writer = world.is_main or (run.project.save_on_each_node and world.is_local_main)
+    found: list[WrittenFile] = []
+
+    @contextmanager
+    def create(name: str, *, pickle: bool = False) -> Iterator[Any]:
+        del pickle
+        file = _CountingFile()
+        yield file
+        found.append(WrittenFile(name, file.num_bytes))
+
+    plain = (*codec.plain_tensors, fake_tensor_class())
+    with (
+        patch.object(codec, "plain_tensors", plain),
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # of torch 2.6; it is 0 there too
+        staging = StagingDirectory(Path(folder), is_writer, Ranks(world))
+        later = parts.write(staging) if parts.write is not None else None
+        written: list[CheckpointItem] = list(later) if later is not None and not callable(later) else []
+        if is_writer:
+            written += [*items.of_weights(items.weights()), *items.shared()]
+        written += items.of_rank(world.rank, [])
+        replicas = 1 if world.size > MAX_RANKS else mesh.size("dp_replicate")  # of many, each plans its own part
+        for item in written:
+            if isinstance(item, ShardsItem):
+                place = f"{item.folder.relative_to(folder).as_posix()}/{folder_of_rank(world.rank, world.size)}"
+                found.append(WrittenFile(f"{place}__{world.rank}_0.distcp", _bytes_of(item, world), replicas))
+            else:
+                item.write(create)
+    return found

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
+from unittest.mock import patch
 
 import safetensors.torch
 import torch
@@ -24,12 +25,9 @@ from ...settings import env
 from ...torch_private.pretended import fake_backend, operator_name
 from ...torch_private.tracing import tree_leaves
 from . import communication
-from .communication import CollectiveCounter
-from .memory import MemoryRecord
-from .replacing import replaced
-from .replicas import PretendedLogger, PretendedReducer
+from .communication import CollectiveCounter, PretendedReducer
+from .records import MemoryRecord, SampleRecord
 from .report import Report, report_of
-from .samples import SampleRecord
 from .tensors import ValuelessMode
 
 if TYPE_CHECKING:
@@ -95,22 +93,19 @@ class PretendedRun:
             sys.argv, sys.path[:] = before, folders
 
     def _enter(self, held: ExitStack) -> None:
-        held.enter_context(communication.without_others(self._reducer, PretendedLogger))
-        for name, value in (
-            ("prepare", self._preparing(Accelerator.prepare)),
-            ("prepare_model", self.mode.calling(Accelerator.prepare_model)),
-            ("save_state", self._saving("save_state")),
-            ("save_model", self._saving("save_model", 1)),
-            ("save", self._saving("save", 1)),
-            ("export_model", self._saving("export_model", 1)),
-            ("load_state", self._saving("load_state")),
-            ("init_trackers", _do_nothing),
-            ("log", _do_nothing),
-        ):
-            held.enter_context(replaced(Accelerator, name, value))
+        held.enter_context(communication.without_others(self._reducer))
+        methods = {
+            "prepare": self._preparing(Accelerator.prepare),
+            "prepare_model": self.mode.calling(Accelerator.prepare_model),
+            "init_trackers": _do_nothing,
+            "log": _do_nothing,
+            **{name: self._saving(name) for name in ("save_state", "load_state")},
+            **{name: self._saving(name, 1) for name in ("save_model", "save", "export_model")},
+        }
+        held.enter_context(patch.multiple(Accelerator, **methods))
         # Tensors without values must not overwrite the user's files.
-        held.enter_context(replaced(torch, "save", self._saving_to_disk(torch.save)))
-        held.enter_context(replaced(safetensors.torch, "save_file", partial(self._saving("save_file", 1), None)))
+        held.enter_context(patch.object(torch, "save", self._saving_to_disk(torch.save)))
+        held.enter_context(patch.object(safetensors.torch, "save_file", partial(self._saving("save_file", 1), None)))
         held.enter_context(self.samples.recording())
         held.enter_context(self.memory.following_storages())
         held.enter_context(self.mode.around_script())

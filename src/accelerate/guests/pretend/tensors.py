@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar, final
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from ...torch_private.tracing import (
     tree_leaves,
     tree_map,
 )
-from .replacing import replaced
 
 if TYPE_CHECKING:
     from ...torch_private.pretended import Operator
@@ -156,7 +156,7 @@ class ValuelessMode(TorchDispatchMode):
                 (fake_tensor, "__reduce_ex__", lambda tensor, protocol: self._real(tensor).__reduce_ex__(protocol)),
                 (fake_tensor, "__format__", lambda tensor, spec: format(_readable(tensor), spec)),
             ):
-                held.enter_context(replaced(owner, name, value))
+                held.enter_context(patch.object(owner, name, value))
             # Compiled code can't run without values: updates of torchao's optimizers, or code that the script compiles.
             held.enter_context(torch.compiler.set_stance("force_eager"))
             held.enter_context(self)
