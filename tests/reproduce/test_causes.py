@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.guests.reproduce.causes import differences, explain
-from accelerate.guests.reproduce.runs import compare
+from accelerate.guests.reproduce.runs import compare, differences, explain
 
 LAUNCH: dict[str, Any] = {
     "updates": 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.guests.reproduce.fingerprint import fingerprint, weights_of
+from accelerate.guests.reproduce.recording import fingerprint, weights_of
 from accelerate.nested import named_tensors
 
 

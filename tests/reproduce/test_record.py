@@ -21,7 +21,7 @@ from accelerate.commands.main import main
 from accelerate.guests.reproduce.chain import LOCK, ChainFile, read_chain
 from accelerate.guests.reproduce.recording import Recorder, next_mark
 from accelerate.guests.reproduce.runs import runs_of, write_copies
-from accelerate.guests.reproduce.sources import code, command, inputs
+from accelerate.guests.reproduce.surroundings import code, command, inputs
 from accelerate.seams import LoopHook
 from accelerate.utils import ProjectConfiguration
 from tests.reproduce.scripts import NET, SECRETS, TRAIN, write_scripts

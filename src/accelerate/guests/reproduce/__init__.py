@@ -1,10 +1,10 @@
 """The record of a run, and ``accelerate reproduce``, which runs it again and compares.
 
-- `recording`: the hooks that write the record; `surroundings`, `sources`: the facts of a launch.
-- `fingerprint`: one short text that stands for the bits of tensors.
+- `recording`: the hooks that write the record, and fingerprints: short texts that stand for the bits of tensors.
+- `surroundings`: the facts of a launch.
 - `chain`: the file of the record, in which each entry holds the hash of the one before.
 - `masking`: what is never recorded.
-- `runs`: the entries as runs; `causes`: why two launches differ; `again`: run it again; `command`: the command.
+- `runs`: the entries as runs, and why two launches differ; `again`: run it again; `command`: the command.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from .chain import LOCK, Entry, read_chain
 from .masking import MASK
 from .recording import Recorder
 from .runs import RecordedRun, runs_of
-from .sources import script_of
-from .surroundings import variables
+from .surroundings import script_of, variables
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -59,14 +58,13 @@ def words_of(launch: Entry, given: Sequence[str]) -> list[str]:
         is_kept = str(script.resolve()) in copies
         where = "what --write_code FOLDER writes" if is_kept else f"commit {launch['code'].get('commit', 'unknown')}"
         raise SettingError(f"The script {script} is no longer there. Put it back from {where}.")
-    left_out = [word for word in words if MASK in word]
-    names = {word.partition("=")[0] for word in given}
-    if left_out and not names.issuperset(_without_masks(words)[1]):
+    kept, left_out = _without_masks(words)
+    if not {word.partition("=")[0] for word in given}.issuperset(left_out):
         raise SettingError(
-            f"The record leaves out arguments that look like secrets ({' '.join(_without_masks(words)[1])}). Give them "
-            "after --, such as -- --api_key VALUE."
+            f"The record leaves out arguments that look like secrets ({' '.join(left_out)}). Give them after --, such "
+            "as -- --api_key VALUE."
         )
-    return [*_without_masks(words)[0], *given]
+    return [*kept, *given]
 
 
 def _without_masks(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -64,6 +64,11 @@ class Chain:
     head: str = ""
 
 
+def hash_of(data: bytes) -> str:
+    """Return the SHA-256 of ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def read_chain(path: Path) -> Chain:
     """Read the file and check its hashes; a file that isn't there has no entries."""
     chain = Chain()
@@ -115,8 +120,7 @@ def _checked(line: bytes) -> Entry | None:
     found = _OWN_HASH.search(line)
     if found is None or found.end() != len(line):
         return None
-    is_right = hashlib.sha256(line[: found.start()]).hexdigest().encode() == found[1]
-    return json.loads(line) if is_right else None
+    return json.loads(line) if hash_of(line[: found.start()]).encode() == found[1] else None
 
 
 @final
@@ -141,7 +145,7 @@ class ChainFile:
                 is_torn = file.read(1) not in (b"", b"\n")
                 self._head = read_chain(self.path).head
             text = json.dumps({**entry, "previous": self._head})[:-1].encode()
-            self._head = hashlib.sha256(text).hexdigest()
+            self._head = hash_of(text)
             file.write(b"\n" * is_torn + text + f', "hash": "{self._head}"}}\n'.encode())
             if is_durable:
                 os.fsync(file.fileno())

@@ -104,8 +104,7 @@ def _print_state(path: Path, chain: Chain, runs: Sequence[RecordedRun], is_whole
 
 def _repeat(args: argparse.Namespace, project: Path, run: RecordedRun) -> int:
     from .again import run_again
-    from .causes import explain
-    from .runs import FACTS, compare
+    from .runs import FACTS, compare, explain
 
     start = _start(args.from_update, project, run)
     first = 0 if start is None else start["updates"]
