@@ -11,7 +11,7 @@ import pytest
 
 from accelerate.guests.rewind import rerun
 from accelerate.guests.rewind.bisect_command import search_of
-from accelerate.guests.rewind.condition import Condition
+from accelerate.guests.rewind.run_folder import Condition
 from accelerate.guests.rewind.search import Found
 from tests.rewind import forked
 from tests.rewind.corpus import CAUSES, OTHERS, SAMPLE, Cause

@@ -11,9 +11,8 @@ import pytest
 
 from accelerate.errors import SettingError
 from accelerate.guests.rewind import bisect_command, replay_command
-from accelerate.guests.rewind.condition import Condition
 from accelerate.guests.rewind.rerun import RerunError, split_command
-from accelerate.guests.rewind.run_folder import Log, Recorded, RunFolder
+from accelerate.guests.rewind.run_folder import Condition, Log, Recorded, RunFolder
 from accelerate.guests.rewind.updates import Update, first_difference, stands_out
 
 

@@ -2,8 +2,7 @@
 
 - `rerun`: start a recorded script again from a checkpoint, in processes of its own; `child`: one rank of them.
 - `observe`: what is recorded of each update; `updates`: what stands out in one, or differs between two runs.
-- `run_folder`: a run's log and checkpoints; `condition`: the condition to look for; `equality`: whether a replay is
-  equal to its run.
+- `run_folder`: a run's log and checkpoints, and the condition to look for.
 - `search`, `bisect_command`: `accelerate bisect`.
 - `position`, `replay_command`: `accelerate replay`.
 """

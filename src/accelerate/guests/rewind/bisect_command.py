@@ -91,7 +91,7 @@ def search_of(run: Path, command: Sequence[str], num_processes: int | None, work
 
 def bisect_command(args: argparse.Namespace) -> int:
     """Search, print the result, and return 0 if the update was found, 1 if the condition never holds."""
-    from .condition import Condition
+    from .run_folder import Condition
 
     condition = None if args.when is None else Condition.parse(args.when)
     with tempfile.TemporaryDirectory(prefix="accelerate_bisect_") as name:
@@ -109,7 +109,7 @@ def bisect_command(args: argparse.Namespace) -> int:
 
 def as_text(found: Found, args: argparse.Namespace, search: Search) -> str:
     """Return the result, one fact a line."""
-    from .equality import compare
+    from .updates import compare
 
     lines: list[tuple[str, str]] = []
     finding, number = found.finding, found.number

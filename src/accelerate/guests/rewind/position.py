@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import SettingError
 from ...seams import function_of, guests
-from .equality import is_written
 from .rerun import Request, RerunError, split_command
 from .run_folder import LOCK, path_of, updates_of
+from .updates import is_written
 
 if TYPE_CHECKING:
     from .search import Search

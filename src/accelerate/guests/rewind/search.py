@@ -13,11 +13,9 @@ from typing import Any, Final, final
 from ...checkpointing.series import Entry, inspect
 from ...errors import SettingError
 from ...settings.option import nearest
-from .condition import Condition, standard_name
-from .equality import Compared, compare, contents, differ, other_facts
 from .rerun import Observed, RerunError, rerun
-from .run_folder import RunFolder, path_of, updates_of
-from .updates import Finding, Update, first_difference, stands_out
+from .run_folder import Condition, RunFolder, path_of, standard_name, updates_of
+from .updates import Compared, Finding, Update, compare, contents, differ, first_difference, other_facts, stands_out
 
 #: As many updates before the one in question make the history of its norms.
 _NUM_HISTORY: Final = 5
