@@ -84,7 +84,7 @@ TORCH_FREE: Final = (
     "distributed.failures", "guests.scripts.migrate", "guests.monitor", *TOWER,
 )  # fmt: skip
 #: Files among them that only ranks import.
-OF_RANKS: Final = ("guests.monitor.run_monitor", "guests.monitor.loop_watch", "guests.monitor.utilization")
+OF_RANKS: Final = ("guests.monitor.run_monitor", "guests.monitor.loop_watch", "guests.monitor.throughput")
 
 #: Modules that take a tenth of a second or more (torch's sharding brings sympy).
 HEAVY_IMPORTS: Final = (

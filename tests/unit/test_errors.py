@@ -123,7 +123,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "guests/scripts/verify/evaluation_recorder.py EvaluationRecorder._reading StopIteration",
     ),
     "a request that the monitor's server refuses, as its page never sends it": (
-        "guests/monitor/notes.py write_note ValueError",
+        "guests/monitor/reading.py write_note ValueError",
     ),
     "the operating system's own exception: no port of the host is free": ("ports.py get_free_port OSError",),
     "the operating system's own exception for the same thing: the target of a save is a file, or holds another's": (

@@ -17,10 +17,9 @@ import pytest
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.guests.monitor import export
 from accelerate.guests.monitor.command import main
-from accelerate.guests.monitor.notes import note_of, write_note
-from accelerate.guests.monitor.reading import Curve, RunFiles
+from accelerate.guests.monitor.export import page
+from accelerate.guests.monitor.reading import Curve, RunFiles, note_of, write_note
 from accelerate.guests.monitor.records import arguments_of
-from accelerate.guests.monitor.rendering import page
 from accelerate.guests.monitor.runs import Runs
 from accelerate.guests.monitor.serve import Server
 from accelerate.guests.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of

@@ -16,8 +16,8 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.errors import SettingError
+from accelerate.guests.monitor import hours as report
 from accelerate.guests.monitor import ledger as module
-from accelerate.guests.monitor import report_command as report
 from accelerate.guests.monitor.hours import hours, read_ledgers
 from accelerate.guests.monitor.ledger import Account, Ledger, Position, process_age
 from accelerate.torch_private.modules import compile_seconds

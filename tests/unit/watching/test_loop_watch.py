@@ -16,9 +16,9 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.errors import SettingError
-from accelerate.guests.monitor.launch_page import check_shown, folder_of_launch, shown
 from accelerate.guests.monitor.loop_watch import ToldWatch
 from accelerate.guests.monitor.records import shown_command
+from accelerate.guests.monitor.serve import check_shown, folder_of_launch, shown
 from accelerate.guests.reproduce.chain import LOCK
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from accelerate.devices.table import CPU, DeviceKind
-from accelerate.guests.monitor import utilization
+from accelerate.guests.monitor import throughput
 from accelerate.guests.monitor.records import RankRecord
-from accelerate.guests.monitor.utilization import DeviceMeter
+from accelerate.guests.monitor.throughput import DeviceMeter
 
 HERE = torch.device("cpu")
 
@@ -19,10 +19,10 @@ HERE = torch.device("cpu")
 def clocks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed, and that this process has computed; a test sets both."""
     now = [100.0, 5.0]
-    monkeypatch.setattr(utilization.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(utilization.time, "process_time", lambda: now[1])
-    monkeypatch.setattr(utilization, "num_cores", lambda: 8)
-    monkeypatch.setattr(utilization.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "process_time", lambda: now[1])
+    monkeypatch.setattr(throughput, "num_cores", lambda: 8)
+    monkeypatch.setattr(throughput.torch, "get_num_threads", lambda: 4)
     return now
 
 
@@ -39,7 +39,7 @@ def test_a_cpu_is_busy_as_long_as_its_threads_compute(clocks: list[float]) -> No
 def test_more_threads_than_cores_are_no_more_than_the_cores(
     clocks: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(utilization, "num_cores", lambda: 2)
+    monkeypatch.setattr(throughput, "num_cores", lambda: 2)
     meter = DeviceMeter(CPU, HERE)
     clocks[:] = [110.0, 15.0]
     assert meter.read() == 0.5

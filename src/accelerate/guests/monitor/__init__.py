@@ -1,10 +1,10 @@
 """The monitor of a run: its reports, its stopping rules, and the live view of the files that it writes.
 
-- `run_monitor`: the monitor of ``Accelerator.watch_run``; `throughput`, `utilization`: its measurements.
+- `run_monitor`: the monitor of ``Accelerator.watch_run``; `throughput`: its measurements.
 - `loop_watch`: a monitor for scripts without ``watch_run``, with `accelerate launch --monitor`.
-- `records`: the file of each rank; `ledger`: how a process spent its time.
+- `records`: the file of each rank; `ledger`: how a process spent its time; `hours`: the same of a whole run.
 - `reading`: read the files of a run as they grow; `snapshot`: the current state of the run as one `document`.
-- `runs`: the runs of a folder; `notes`: the name, tags and note of each.
+- `runs`: the runs of a folder.
 - `serve`: the web page; `terminal`: the same as text; `export`: the page as a file or a picture.
 """
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...accelerator import Accelerator
     from ...watching import RunWatch
     from .run_monitor import Loaded
+
 
 #: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
 _FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
@@ -68,7 +69,7 @@ GUEST: Final = Guest(
         ),
         Command(
             "report",
-            f"{__name__}.report_command",
+            f"{__name__}.hours",
             "report_command_parser",
             "Say where the hours of a run went, over all its restarts.",
         ),
@@ -77,7 +78,7 @@ GUEST: Final = Guest(
         LaunchFlag(
             "--monitor",
             "Show the run on a page. [runs/NAME_TIME]",
-            f"{__name__}.launch_page:begin",
+            f"{__name__}.serve:begin",
             "[=FOLDER]",
         ),
     ),

@@ -6,19 +6,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ...commands.parser import Subparsers, command_parser, run_command
-
-if TYPE_CHECKING:
-    from .runs import Runs
+from ...errors import SettingError
+from . import terminal
+from .export import export
+from .runs import Runs
+from .serve import PORT, server_of
+from .snapshot import snapshot
 
 _DESCRIPTION: Final = (
     "Show a run while it trains, or the runs of a folder beside each other: a page on this machine (the default), or "
     "the terminal. A run reports if it is started with `accelerate launch --monitor`, or its script calls "
     "`run = accelerator.watch_run()` and `run.step(loss)`."
 )
-_PORT: Final = 8321
 
 
 def monitor_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -38,7 +40,7 @@ def monitor_command_parser(subparsers: Subparsers | None = None) -> argparse.Arg
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="Of a picture.")
     parser.add_argument("--host", default="127.0.0.1", help="Where to serve; 0.0.0.0 lets other machines in.")
     parser.add_argument(
-        "--port", type=int, default=None, help=f"Where to serve; {_PORT}, or any free one if that is taken."
+        "--port", type=int, default=None, help=f"Where to serve; {PORT}, or any free one if that is taken."
     )
     parser.add_argument("--open", action="store_true", help="Show the page in the browser.")
     parser.set_defaults(func=monitor_command)
@@ -52,8 +54,6 @@ def monitor_command(args: argparse.Namespace) -> int:
         SettingError: the folder doesn't exist, or the exported file has an unknown type.
         MissingDependency: a picture needs a browser.
     """
-    from .runs import Runs
-
     if args.export is None and not args.once and not args.terminal:
         return _serve(Runs(args.run, may_come=True), args)
     runs = Runs(args.run)
@@ -62,15 +62,10 @@ def monitor_command(args: argparse.Namespace) -> int:
         return _list(runs, args)
     run.refresh()
     if args.export is not None:
-        from .export import export
-
         export(run, args.export, theme=args.theme)
         print(args.export)
         return 0
-    from . import terminal
-    from .snapshot import snapshot
-
-    if args.once or not terminal.is_terminal():
+    if args.once or not sys.stdout.isatty():
         print("\n".join(terminal.screen(snapshot(run), 120)))
     else:
         terminal.watch(run, sys.stdout)
@@ -79,9 +74,6 @@ def monitor_command(args: argparse.Namespace) -> int:
 
 def _list(runs: Runs, args: argparse.Namespace) -> int:
     """Print the runs of a folder with several; each can be shown by its own folder."""
-    from ...errors import SettingError
-    from . import terminal
-
     listed = runs.listed()
     if args.export is not None:
         raise SettingError(
@@ -93,14 +85,7 @@ def _list(runs: Runs, args: argparse.Namespace) -> int:
 
 
 def _serve(runs: Runs, args: argparse.Namespace) -> int:
-    from .serve import Server
-
-    try:
-        server = Server(runs, args.host, _PORT if args.port is None else args.port)
-    except OSError:
-        if args.port is not None:
-            raise
-        server = Server(runs, args.host, 0)
+    server = server_of(runs, args.host, args.port)
     waits = "" if runs.folder.exists() else f"  {args.run} doesn't exist yet; waiting for a run to start."
     print(f"Showing {runs.folder.name} at {server.url}  (Ctrl-C ends){waits}", flush=True)
     if args.open:

@@ -1,4 +1,4 @@
-"""How the time of a run was spent, over all its starts, from the ledgers of its processes.
+"""``accelerate report RUN``: how the time of a run was spent, over all its starts, from the ledgers of its processes.
 
 A process's own file says how it spent its time. The time between two processes follows from their times, and the
 repeated steps from the update at which a later process resumed.
@@ -6,14 +6,19 @@ repeated steps from the update at which a later process resumed.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, final
 
+from ...commands.parser import Subparsers, command_parser, run_command
+from ...errors import SettingError
+from ...watching import format_duration
 from .document import Hours
 from .ledger import (
     COMPILE,
@@ -27,7 +32,7 @@ from .ledger import (
     START_UP,
     STEP,
 )
-from .reading import number
+from .reading import no_folder, number
 from .records import FOLDER as RECORDS
 
 LOST: Final = "lost"
@@ -213,3 +218,66 @@ def _line(text: bytes) -> Line | None:
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+_DESCRIPTION = (
+    "Say where the hours of a run went: steps, waiting for data, saving, starting, repeated steps after a "
+    "restart, and the time until it. A run keeps a ledger if it is started with `accelerate launch --monitor`, or its "
+    "script calls `run = accelerator.watch_run()` and `run.step(loss)`."
+)
+
+
+def report_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate report``."""
+    parser = command_parser("report", _DESCRIPTION, subparsers)
+    parser.add_argument("run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...).")
+    parser.add_argument("--json", action="store_true", help="Print an object for programs.")
+    parser.set_defaults(func=report_command)
+    return parser
+
+
+def report_command(args: argparse.Namespace) -> int:
+    """Print the table and return 0.
+
+    Raises:
+        SettingError: the folder doesn't exist, or has no ledger.
+    """
+    if not args.run.is_dir():
+        raise no_folder(args.run)
+    found = hours(args.run)
+    if found is None:
+        raise SettingError(
+            f"{args.run} has no ledger of hours (monitor/ledger). A run keeps one in its project's folder if it "
+            "is started with `accelerate launch --monitor`, or its script calls `run = accelerator.watch_run()`."
+        )
+    print(json.dumps(found, indent=2) if args.json else table(found))
+    return 0
+
+
+def table(found: Hours) -> str:
+    """Return the hours as readable lines, without kinds that took no time."""
+    wall = found["wall_seconds"]
+    starts = f"{found['starts']} start{'s' * (found['starts'] != 1)}"
+    lines = [f"{found['updates']:,} updates, {starts}, {format_duration(wall)} wall-clock time"]
+    lines += ["", f"{'':<22}{'hours':>10}{'time':>12}{'%':>8}"]
+    for kind, words in KINDS.items():
+        spent = found["seconds"].get(kind, 0.0)
+        if spent > 0:
+            more = f"   {found['lost_updates']:,} updates" if kind == LOST else ""
+            lines.append(f"{words:<22}{_row(spent, wall)}{more}")
+    lines.append(f"{'total':<22}{_row(sum(found['seconds'].values()), wall)}")
+    lines += ["", f"goodput {found['goodput']:.1%}: share of the total time in steps that were kept"]
+    return "\n".join(lines)
+
+
+def _row(seconds: float, wall: float) -> str:
+    return f"{seconds / 3600:>10.3f}{format_duration(seconds):>12}{seconds / wall if wall else 0.0:>8.1%}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate report`` and return its exit code."""
+    return run_command(report_command_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

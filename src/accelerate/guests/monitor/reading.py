@@ -11,15 +11,67 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast, final
 
 from ...errors import SettingError
-from .document import Event, Facts
-from .output import OutputTail
+from .document import Event, Facts, Output, RunNote
 from .records import ENDINGS, FILE_PATTERN, FOLDER
+
+#: Patterns for log files below the run's folder (`accelerate launch --log_dir` writes ``<folder>/<rank>/stderr.log``).
+_PATTERNS: Final = ("*.log", "*.out", "*.err", "*/*.log", "*/*/*.log", "*/*/*/*.log")
+_SEARCH_SECONDS: Final = 10.0
+_BYTES: Final = 32768
+_NUM_LINES: Final = 200
+
+
+@final
+class OutputTail:
+    """The tail of the newest log file in ``folder``; the newest file is searched every ten seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+        self._size = 0
+        self._next_search = 0.0
+
+    def refresh(self) -> bool:
+        """Check the file, and return whether another file is the newest, or it has new lines."""
+        before = (self._path, self._size)
+        if time.monotonic() >= self._next_search:
+            self._next_search = time.monotonic() + _SEARCH_SECONDS
+            self._path = max(self._files(), default=(0.0, None), key=lambda found: found[0])[1]
+        try:
+            self._size = 0 if self._path is None else self._path.stat().st_size
+        except OSError:  # it was removed
+            self._path = None
+        return before != (self._path, self._size)
+
+    def _files(self) -> Iterator[tuple[float, Path | None]]:
+        for pattern in _PATTERNS:
+            for path in self._folder.glob(pattern):
+                try:
+                    status = path.stat()
+                except OSError:  # removed in the meantime
+                    continue
+                if status.st_size and path.is_file():
+                    yield status.st_mtime, path
+
+    def read(self) -> Output | None:
+        """Return the last lines; None without a log file."""
+        if self._path is None:
+            return None
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(0, self._size - _BYTES))
+                text = file.read(_BYTES).decode(errors="replace")
+        except OSError:
+            return None
+        lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]  # keep a progress bar's last state
+        return {"file": self._path.relative_to(self._folder).as_posix(), "lines": lines[-_NUM_LINES:]}
+
 
 _PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
 #: The known numbers in a rank's reports; all others are the user's own.
@@ -213,6 +265,14 @@ class Reported:
         return self.event.get("time", 0.0)
 
 
+def no_folder(folder: Path) -> SettingError:
+    """Return the error for a run's folder that isn't one."""
+    return SettingError(
+        f"{folder} is {'not a folder' if folder.exists() else 'not there'}. Give the project's folder: what "
+        "Accelerator(project_dir=...) of the run says."
+    )
+
+
 @final
 class RunFiles:
     """A run as described by its files; :meth:`refresh` reads new content.
@@ -226,10 +286,7 @@ class RunFiles:
 
     def __init__(self, folder: Path, *, may_come: bool = False) -> None:
         if not folder.is_dir() and (folder.exists() or not may_come):
-            raise SettingError(
-                f"{folder} is {'not a folder' if folder.exists() else 'not there'}. Give the project's folder: what "
-                "Accelerator(project_dir=...) of the run says."
-            )
+            raise no_folder(folder)
         self.folder: Path = folder.resolve()
         self.logs: Path = self.folder  # the folder of the files that the script logs to
         self.ranks: dict[int, Rank] = {}
@@ -376,3 +433,40 @@ def _rank_files_in(folder: Path) -> Iterator[tuple[str, int]]:
 def finite(value: float | None) -> float | None:
     """Return ``value`` if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None
+
+
+#: The file of edited notes, beside the script's own logs. The last line counts.
+FILE: Final = "notes.jsonl"
+
+
+def note_of(run: RunFiles) -> RunNote:
+    """Return the name, tags and note of ``run``, each empty if it has none.
+
+    A script gives them as ``run_name``, ``tags`` and ``notes`` of its trackers' configuration.
+    """
+    config = run.config
+    given = {"name": config.get("run_name"), "tags": config.get("tags"), "note": config.get("notes")}
+    return _checked({**given, **run.note})
+
+
+def write_note(run: RunFiles, content: object) -> None:
+    """Write ``content`` as the note of ``run``.
+
+    Raises:
+        ValueError: it isn't an object.
+        OSError: the folder can't be written.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("a note is an object with name, tags and note")
+    line = {"time": round(time.time(), 3), "note": _checked(cast("Facts", content))}
+    with (run.logs / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _checked(given: Mapping[str, object]) -> RunNote:
+    name, tags, note = given.get("name"), given.get("tags"), given.get("note")
+    return {
+        "name": name.strip() if isinstance(name, str) else "",
+        "tags": [str(tag) for tag in cast("list[object]", tags)] if isinstance(tags, list) else [],
+        "note": note.strip() if isinstance(note, str) else "",
+    }

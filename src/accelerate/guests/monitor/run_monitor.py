@@ -35,8 +35,7 @@ from ...training.accumulation import GradientState
 from ...watching import NUM_FEWEST_REPORTS, Flops, LossRules, RunCallback, RunWatch, StepReport
 from .ledger import EVALUATION, Ledger, Position
 from .records import FOLDER, FOLDER_VARIABLE, RankRecord, shown_command
-from .throughput import StepTimer, host_memory_bytes, peak_flops_of
-from .utilization import DeviceMeter
+from .throughput import DeviceMeter, StepTimer, host_memory_bytes, peak_flops_of
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator

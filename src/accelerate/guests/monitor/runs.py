@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from .comparing import state_of
 from .document import Facts, RunList, RunSummary
-from .notes import note_of
-from .reading import RunFiles
+from .reading import RunFiles, note_of
 from .records import FILE_PATTERN, FOLDER
-from .snapshot import as_shown, json_value, settings, why_ended
+from .snapshot import as_shown, json_value, settings, state_of, why_ended
 
 _FIRST: Final = FILE_PATTERN.format(0)
 #: The depth below the folder to search for runs, and the maximum number of runs to show.

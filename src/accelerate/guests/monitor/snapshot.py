@@ -1,22 +1,142 @@
-"""A run as one JSON object for the page and the terminal; long curves are thinned out."""
+"""A run as one JSON object for the page and the terminal: its ranks compared, and long curves thinned out."""
 
 from __future__ import annotations
 
+import heapq
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 from ...wording import some_ranks
-from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
-from .document import Clock, Document, Facts, Lines, Points, RankState, ShownEvent, ThinnedPoints
+from .document import Clock, Document, Event, Facts, Lines, Points, RankState, ShownEvent, Skew, Spread, ThinnedPoints
 from .hours import hours
-from .notes import note_of
-from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
+from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite, note_of, number
 from .records import arguments_of
-from .wording import describe
+
+#: The numbers that differ between ranks.
+PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
+#: A rank that has written nothing for this long, and no end, counts as silent.
+SILENT_SECONDS: Final = 60.0
+#: The maximum number of ranks to list for each reason, and of ranks with the largest numbers but no reason.
+_NUM_LISTED: Final = 8
+_NUM_ALWAYS: Final = 2
+_SHARE: Final = 0.02
+_TEXTS: Final = {
+    "step_seconds": "{:+.0%} step time",
+    "wait_seconds": "{:+.0%} of a step waiting for data",
+    "memory_bytes": "{:+.0%} memory",
+}
+_NEWEST_STEPS: Final = 600
+#: Event that ended a rank -> the rank's state.
+_STATES: Final = {
+    "error": "failed", "killed": "failed", "stop": "stopped", "preempted": "preempted", "end": "finished",
+}  # fmt: skip
+
+
+def state_of(run: RunFiles, now: float) -> str:
+    """Return the run's state: empty, running, silent, finished, preempted, stopped or failed."""
+    if not run.ranks:
+        return "empty"
+    return _state(_ending(run), max(rank.last_time for rank in run.ranks.values()), now)
+
+
+def state_of_rank(rank: Rank, now: float) -> str:
+    """Return the rank's state: running, silent, finished, preempted, stopped or failed."""
+    return _state(rank.ending, rank.last_time, now)
+
+
+def _state(ending: str | None, last_time: float, now: float) -> str:
+    if ending is None:
+        return "silent" if now - last_time > SILENT_SECONDS else "running"
+    return _STATES[ending]
+
+
+def _ending(run: RunFiles) -> str | None:
+    """Return the event that ended the run, the worst one of all ranks; None if it still runs."""
+    endings = {rank.ending for rank in run.ranks.values()}
+    worst = next((ending for ending in ("error", "killed", "stop", "preempted") if ending in endings), None)
+    return "end" if endings == {"end"} else worst
+
+
+def skew(run: RunFiles) -> Skew | None:
+    """Return how much longer than the median the slowest rank took; None with one rank.
+
+    It uses the newest step that all ranks have reported; in a large run, each rank's newest report.
+    """
+    times = _newest(run.ranks.values(), "step_seconds") if run.is_large else _at_common_step(run)
+    if len(times) < 2:
+        return None
+    middle = statistics.median_low(times.values())
+    slowest = max(times, key=lambda rank: times[rank])
+    return {"rank": slowest, "share": (times[slowest] - middle) / middle if middle else 0.0}
+
+
+def _at_common_step(run: RunFiles) -> dict[int, float]:
+    curves = {n: rank.curves["step_seconds"] for n, rank in run.ranks.items() if "step_seconds" in rank.curves}
+    newest = [set(curve.steps[-_NEWEST_STEPS:]) for curve in curves.values()]
+    common = set[int].intersection(*newest) if newest else set[int]()
+    step = max(common, default=None)
+    return {} if step is None else {n: curve.values[curve.steps.index(step)] for n, curve in curves.items()}
+
+
+def _newest(ranks: Iterable[Rank], name: str) -> dict[int, float]:
+    """Return the number ``name`` of each rank's newest report, if it is finite."""
+    known = ((rank.number, finite(number(rank.newest.get(name)))) for rank in ranks)
+    return {rank: value for rank, value in known if value is not None}
+
+
+def spread(ranks: Iterable[Rank]) -> dict[str, Spread]:
+    """Return minimum, median, 90th and 99th percentile and maximum of each number in the ranks' newest reports."""
+    ranks = list(ranks)
+    found: dict[str, Spread] = {}
+    for name in PER_RANK:
+        values = sorted(_newest(ranks, name).values())
+        if values:
+            found[name] = {
+                "smallest": values[0],
+                "middle": _at(values, 0.5),
+                "ninetieth": _at(values, 0.9),
+                "ninety_ninth": _at(values, 0.99),
+                "largest": values[-1],
+            }
+    return found
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    """Return the quantile of the sorted ``values``: the smallest that this share of them doesn't exceed."""
+    return values[min(len(values) - 1, max(0, -(-int(share * 1000) * len(values) // 1000) - 1))]
+
+
+def standing_out(ranks: Iterable[Rank], now: float) -> dict[int, str]:
+    """Return the ranks that stand out, each with the reason: a rare state, or a number above the median.
+
+    Ranks with the largest numbers are also listed, without a reason, if these are hardly above the median.
+    """
+    ranks = list(ranks)
+    reasons: dict[int, list[str]] = {}
+    states = {rank.number: state_of_rank(rank, now) for rank in ranks}
+    usual = statistics.mode(states.values()) if states else ""
+    for state in ("failed", "silent", "stopped", "finished", "running"):
+        others = (number for number, found in states.items() if found == state != usual)
+        for rank in heapq.nsmallest(_NUM_LISTED, others):
+            reasons.setdefault(rank, []).append(state)
+    steps = _newest(ranks, "step_seconds")
+    step = statistics.median(steps.values()) if steps else 0.0
+    for name, text in _TEXTS.items():
+        values = _newest(ranks, name)
+        middle = statistics.median(values.values()) if values else 0.0
+        whole = step if name == "wait_seconds" and step else middle
+        for place, rank in enumerate(heapq.nlargest(_NUM_LISTED, values, key=values.__getitem__)):
+            share = (values[rank] - middle) / whole if whole else 0.0
+            if share > _SHARE:
+                reasons.setdefault(rank, []).append(text.format(share))
+            elif place < _NUM_ALWAYS:
+                reasons.setdefault(rank, [])
+    return {rank: ", ".join(listed) for rank, listed in reasons.items()}
+
 
 #: The maximum number of points sent per curve, about one per pixel.
 MAX_POINTS: Final = 600
@@ -83,9 +203,8 @@ def why_ended(run: RunFiles) -> str:
 
     If several ranks ended, the first end of the worst kind counts, because it often caused the others.
     """
-    endings = {rank.ending for rank in run.ranks.values()}
-    kind = next((kind for kind in ("error", "killed", "stop", "preempted", "end") if kind in endings), None)
-    if kind is None or (kind == "end" and endings != {"end"}):
+    kind = _ending(run)
+    if kind is None:
         return ""
     events = [reported for reported in run.events if reported.event["event"] in (kind, "restart")]
     begin = max((at for at, each in enumerate(events) if each.event["event"] == "restart"), default=-1) + 1
@@ -209,3 +328,22 @@ def _summary(at: Mapping[int, Sequence[float]], pick: Callable[[Sequence[float]]
 
 
 _PICKS: Final = {"slowest or largest": max, "middle": statistics.median, "fastest or smallest": min}
+
+
+def describe(event: Event) -> str:
+    """Describe an event in a few words."""
+    kind = event.get("event")
+    folder = str(event.get("folder") or "").rpartition("/")[2]
+    texts = {
+        "start": "started",
+        "restart": f"restarted (attempt {event.get('attempt')})",
+        "save": f"saved {folder}",
+        "load": f"resumed from {folder or 'a checkpoint'}",
+        "epoch": f"epoch {event.get('epoch')} done",
+        "end": "finished",
+        "stop": f"stopped: {event.get('text')}",
+        "error": f"failed: {event.get('text')}",
+        "killed": f"ended: {event.get('text')}",
+        "preempted": f"preempted by {event.get('text')}, after {folder} was saved",
+    }
+    return texts.get(str(kind)) or str(event.get("text") or kind)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 import shutil
 import statistics
-import sys
 import textwrap
 import time
 from collections.abc import Sequence
 from typing import Final, TextIO
 
 from ...settings import env
+from ...watching import format_duration
 from ...wording import some_ranks
 from .document import Document, RankState, RunList, ShownEvent
 from .reading import RunFiles, finite, number
 from .records import FOLDER
-from .snapshot import snapshot
-from .wording import describe
+from .snapshot import describe, snapshot
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _SIGNS: Final = {
@@ -110,8 +109,6 @@ def _filled(parts: Sequence[str], width: int) -> list[str]:
 
 
 def _head(content: Document, width: int) -> list[str]:
-    from ...watching import format_duration
-
     newest = content["newest"]
     known = {name: found for name, value in newest.items() if (found := finite(number(value))) is not None}
     step = newest.get("step")
@@ -229,8 +226,3 @@ def _events(events: Sequence[ShownEvent], num_ranks: int, width: int) -> list[st
 
 def _repeated(event: ShownEvent) -> str:
     return f" ({event['times']} times)" if event["times"] > 1 else ""
-
-
-def is_terminal(output: TextIO = sys.stdout) -> bool:
-    """Return whether ``output`` can be drawn on."""
-    return output.isatty()
