@@ -62,11 +62,11 @@ from ..guests.megatron.plugin import add_model_config_to_megatron_parser as add_
 from ..guests.megatron.plugin import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from ..guests.megatron.plugin import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from ..guests.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from ..guests.megatron.steps import AbstractTrainStep as AbstractTrainStep
-from ..guests.megatron.steps import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
-from ..guests.megatron.steps import BertTrainStep as BertTrainStep
-from ..guests.megatron.steps import gather_across_data_parallel_groups as gather_across_data_parallel_groups
-from ..guests.megatron.steps import GPTTrainStep as GPTTrainStep, T5TrainStep as T5TrainStep
+from ..guests.megatron.engine import AbstractTrainStep as AbstractTrainStep
+from ..guests.megatron.engine import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from ..guests.megatron.engine import BertTrainStep as BertTrainStep
+from ..guests.megatron.engine import gather_across_data_parallel_groups as gather_across_data_parallel_groups
+from ..guests.megatron.engine import GPTTrainStep as GPTTrainStep, T5TrainStep as T5TrainStep
 from ..guests.preemption.policy import PreemptionPolicy as PreemptionPolicy
 from ..guests.xla.launcher import install_xla as install_xla
 from ..hooks.align import align_module_device as align_module_device, has_offloaded_params as has_offloaded_params

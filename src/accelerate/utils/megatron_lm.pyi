@@ -7,8 +7,8 @@ from ..guests.megatron.engine import MegatronLMSchedulerWrapper as MegatronLMSch
 from ..guests.megatron.plugin import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
 from ..guests.megatron.plugin import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from ..guests.megatron.plugin import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from ..guests.megatron.steps import AbstractTrainStep as AbstractTrainStep
-from ..guests.megatron.steps import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
-from ..guests.megatron.steps import BertTrainStep as BertTrainStep
-from ..guests.megatron.steps import gather_across_data_parallel_groups as gather_across_data_parallel_groups
-from ..guests.megatron.steps import GPTTrainStep as GPTTrainStep, T5TrainStep as T5TrainStep
+from ..guests.megatron.engine import AbstractTrainStep as AbstractTrainStep
+from ..guests.megatron.engine import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from ..guests.megatron.engine import BertTrainStep as BertTrainStep
+from ..guests.megatron.engine import gather_across_data_parallel_groups as gather_across_data_parallel_groups
+from ..guests.megatron.engine import GPTTrainStep as GPTTrainStep, T5TrainStep as T5TrainStep

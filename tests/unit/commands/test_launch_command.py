@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
-from accelerate.guests.megatron import groups
+from accelerate.guests.megatron import options as megatron_options
 from accelerate.launch import preflight
 from accelerate.launch.arguments import settings_of
 from accelerate.launch.engine import count_processes
@@ -231,7 +231,7 @@ def test_a_missing_megatron_is_said_too(
     words = ("--use_megatron_lm", "--num_processes", "2", str(script))
     said = refused(capsys, *words)
     assert "(flag --use_megatron_lm), but Megatron-LM" in said and "NVIDIA/Megatron-LM" in said
-    monkeypatch.setattr(groups, "can_be_found", lambda name: name == "megatron.training")
+    monkeypatch.setattr(megatron_options, "can_be_found", lambda name: name == "megatron.training")
     check_cheap(plan_launch(parsed(*words))[0], {})
 
 

@@ -11,5 +11,5 @@ GUEST: Final = Guest(
     strategies=(
         Candidate(f"{__name__}.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
     ),
-    settings=f"{__name__}.groups:GROUPS",
+    settings=f"{__name__}.options:GROUPS",
 )

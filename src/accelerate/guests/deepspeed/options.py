@@ -1,10 +1,21 @@
-"""Options of DeepSpeed: its engine, and its launcher."""
+"""Options of DeepSpeed's engine and launcher, their checks, and the questions of ``accelerate config`` about them.
+
+It is imported with the settings, so torch isn't.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
+from ...errors import SettingError
+from ...optional import installed_version
+from ...settings.group import Group
 from ...settings.option import OptionGroup, option, option_group
+
+if TYPE_CHECKING:
+    from ...commands.config.questions import Questionnaire
+    from ...settings.tree import Settings
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 DEEPSPEED_MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
@@ -137,3 +148,79 @@ class DeepSpeedLaunchOptions(OptionGroup, title="DeepSpeed", section="deepspeed_
         key=None,
         flag=None,
     )
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingError where options of DeepSpeed contradict each other, unless the script made the plugin."""
+    deepspeed, launch = settings.find(DeepSpeedOptions), settings.find(DeepSpeedLaunchOptions)
+    if deepspeed is None or launch is None or settings.source_of("deepspeed.zero_stage").kind == "argument":
+        return
+    for part in ("optimizer", "param"):
+        device, path = f"offload_{part}_device", f"offload_{part}_nvme_path"
+        if getattr(deepspeed, device) == "nvme" and getattr(deepspeed, path) in (None, "none"):
+            asked = settings.quote(f"deepspeed.{device}")
+            raise SettingError(f"{asked} needs `{path}`: give the folder on the NVMe disk.")
+    if launch.deepspeed_inclusion_filter and launch.deepspeed_exclusion_filter:
+        raise SettingError(
+            f"{settings.quote('deepspeed_launch.deepspeed_inclusion_filter')} and "
+            f"{settings.quote('deepspeed_launch.deepspeed_exclusion_filter')} exclude each other. Keep one of them."
+        )
+
+
+def missing() -> str:
+    """Return that DeepSpeed isn't installed, and how to install it; empty if it is."""
+    if installed_version("deepspeed") is not None:
+        return ""
+    return f"'deepspeed' isn't installed for {sys.executable}. Install it with: pip install \"accelerate[deepspeed]\""
+
+
+GROUPS: Final = (
+    Group(
+        "deepspeed",
+        DeepSpeedOptions,
+        "paradigm.use_deepspeed",
+        ("deepspeed_plugin", "deepspeed_plugins"),
+        "DeepSpeedPlugin",
+        "DEEPSPEED",
+        keys_of_file="deepspeed_launch.config_fields",
+        check=check,
+        missing=missing,
+        engine=f"{__package__}.plugin:complete",
+        questions=f"{__name__}:ask",
+    ),
+    Group("deepspeed_launch", DeepSpeedLaunchOptions, host_file="deepspeed_hostfile"),
+)
+
+
+def ask(questions: Questionnaire, machine: str) -> bool:
+    """Ask whether DeepSpeed is used on this type of ``machine``, and for its options; return whether it is."""
+    if not questions.uses("DEEPSPEED", "an engine that shards and offloads; a package"):
+        return False
+    question = "Do you want to specify a json file to a DeepSpeed config?"
+    if questions.wants(question, DeepSpeedOptions, "hf_ds_config"):
+        questions.one(DeepSpeedOptions, "hf_ds_config", required=True)
+    else:
+        stage = int(questions.one(DeepSpeedOptions, "zero_stage", default=2))
+        if stage >= 2:
+            for what in ("optimizer", "param"):
+                if questions.one(DeepSpeedOptions, f"offload_{what}_device") == "nvme":
+                    questions.one(DeepSpeedOptions, f"offload_{what}_nvme_path", default="/nvme")
+        questions.one(DeepSpeedOptions, "gradient_accumulation_steps", default=1)
+        if questions.wants("Do you want to use gradient clipping?", DeepSpeedOptions, "gradient_clipping"):
+            questions.one(DeepSpeedOptions, "gradient_clipping", default=1.0)
+        if stage == 3:
+            questions.one(DeepSpeedOptions, "zero3_save_16bit_model")
+    questions.one(DeepSpeedOptions, "zero3_init_flag", default=False)
+    question = "Do you want to enable Mixture-of-Experts training (MoE)?"
+    if questions.wants(question, DeepSpeedOptions, "transformer_moe_cls_names"):
+        questions.one(DeepSpeedOptions, "transformer_moe_cls_names", required=True)
+    questions.parallelism("sp_size")
+    if questions.num_machines > 1:
+        launcher = questions.one(DeepSpeedLaunchOptions, "deepspeed_multinode_launcher", default="pdsh")
+        if launcher != "standard":
+            questions.one(DeepSpeedLaunchOptions, "deepspeed_hostfile", required=True)
+            for which in ("exclusion", "inclusion"):
+                name = f"deepspeed_{which}_filter"
+                if questions.wants(f"Do you want to specify {which} filter string?", DeepSpeedLaunchOptions, name):
+                    questions.one(DeepSpeedLaunchOptions, name, required=True)
+    return True

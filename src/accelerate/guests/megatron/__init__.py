@@ -8,5 +8,5 @@ from ...seams import Candidate, Guest
 
 GUEST: Final = Guest(
     strategies=(Candidate(f"{__name__}.strategy", "Megatron", lambda settings, world: settings.megatron is not None),),
-    settings=f"{__name__}.groups:GROUPS",
+    settings=f"{__name__}.options:GROUPS",
 )

@@ -1,11 +1,22 @@
-"""Options of Megatron-LM."""
+"""Options of Megatron-LM, their checks, and the questions of ``accelerate config`` about them.
+
+It is imported with the settings, so torch isn't.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import field, fields
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ...errors import SettingError
+from ...optional import MEGATRON_REMEDY, can_be_found
+from ...settings.group import Group
 from ...settings.option import OptionGroup, option, option_group
+
+if TYPE_CHECKING:
+    from ...commands.config.questions import Questionnaire
+    from ...settings.tree import Settings
 
 #: The use of an option: an argument of Megatron-LM, one of its schedule's, or none of them: Accelerate reads it.
 Use = Literal["argument", "schedule", "own"]
@@ -151,3 +162,53 @@ class MegatronOptions(
 def option_names(use: Use) -> list[str]:
     """Return the names of the options that are for ``use``, in the order of declaration."""
     return [each.name for each in fields(MegatronOptions) if each.metadata.get(_USE, "argument") == use]
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingError where a ParallelismConfig is given beside Megatron-LM."""
+    if settings.parallelism is not None:
+        raise SettingError(
+            f"{settings.quote('paradigm.use_parallelism_config')} and {settings.quote('paradigm.use_megatron_lm')} "
+            "exclude each other: Megatron-LM has its own degrees (`megatron_lm_tp_degree`, ...)."
+        )
+
+
+def missing() -> str:
+    """Return that Megatron-LM isn't installed, and how to install it; empty if it is."""
+    if can_be_found("megatron.training"):
+        return ""
+    return f"Megatron-LM ('megatron.training') isn't installed for {sys.executable}. {MEGATRON_REMEDY}"
+
+
+GROUPS: Final = (
+    Group(
+        "megatron",
+        MegatronOptions,
+        "paradigm.use_megatron_lm",
+        ("megatron_lm_plugin",),
+        "MegatronLMPlugin",
+        "MEGATRON_LM",
+        check=check,
+        missing=missing,
+        engine=f"{__package__}.plugin:complete",
+        questions=f"{__name__}:ask",
+    ),
+)
+
+
+def ask(questions: Questionnaire, machine: str) -> bool:
+    """Ask whether Megatron-LM is used on this type of ``machine``, and for its options; return whether it is."""
+    if not (questions.advanced and machine == "MULTI_GPU" and questions.uses("MEGATRON_LM")):
+        return False
+    degrees = questions.several(MegatronOptions, ("tp_degree",))
+    if degrees["tp_degree"] > 1:
+        questions.one(MegatronOptions, "sequence_parallelism", default=True)
+    if int(questions.one(MegatronOptions, "pp_degree")) > 1:
+        questions.one(MegatronOptions, "num_micro_batches")
+    for name, default in (
+        ("recompute_activations", True),
+        ("use_distributed_optimizer", True),
+        ("gradient_clipping", 1.0),
+    ):
+        questions.one(MegatronOptions, name, default=default)
+    return True

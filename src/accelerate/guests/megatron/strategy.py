@@ -38,9 +38,8 @@ from ...parallel.rebind import canonical_name
 from ...parallel.state import ModelState
 from ...precision import Precision
 from ...settings.labels import DistributedType
-from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from .engine import PURPOSE, MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from .plugin import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
-from .steps import PURPOSE
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
