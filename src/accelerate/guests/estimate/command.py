@@ -151,11 +151,12 @@ def gather_data(args: argparse.Namespace) -> list[list[str | int | None]]:
     Raises:
         AccelerateError: the model is unknown, or can't be built on this machine.
     """
-    from .report import documented_rows, stored_sizes
+    from .report import stored_sizes
     from .subject import find_subject
 
     subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
-    return documented_rows(stored_sizes(subject.build(), args.dtypes))
+    stored = stored_sizes(subject.build(), args.dtypes)
+    return [[size.dtype, size.largest_layer, size.total, size.training] for size in stored]
 
 
 def estimate_command(args: argparse.Namespace) -> None:
@@ -188,7 +189,6 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def _layouts(args: argparse.Namespace) -> list[Layout]:
-
     from .plan import Layout
 
     found: list[Layout] = []

@@ -129,6 +129,8 @@ def _split_number(part: str) -> tuple[str, str]:
 
 #: The uses of a device's memory.
 PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "communication")
+#: The columns of a table of footprints.
+COLUMNS: Final = (*PARTS, "host", "peak")
 
 
 @final
@@ -153,6 +155,10 @@ class Footprint:
         """The peak memory of the device in bytes."""
         kept = self.weights + self.buffers + self.gradients + self.optimizer
         return kept + self.activations + self.communication
+
+    def cells(self) -> list[str]:
+        """Return the cells of the columns of a table."""
+        return [binary_size(getattr(self, column)) for column in COLUMNS]
 
 
 def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
@@ -311,8 +317,7 @@ class Plan:
                     "way": each.name,
                     "recompute": each.recompute,
                     "layout": asdict(each.layout),
-                    **{part: getattr(each.footprint, part) for part in (*PARTS, "host")},
-                    "peak": each.footprint.peak,
+                    **{column: getattr(each.footprint, column) for column in COLUMNS},
                     "sent": each.footprint.sent,
                     "fits": each.fits,
                 }
@@ -416,8 +421,8 @@ def _in_order(every: Sequence[Layout]) -> Iterator[tuple[Layout, bool]]:
 
 def as_text(plan: Plan) -> str:
     """Format the plan as a table with a sentence about the choice."""
-    rows = [("way", *PARTS, "host", "peak", "fits")]
-    rows += [(each.name, *map(binary_size, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
+    rows = [("way", *COLUMNS, "fits")]
+    rows += [(each.name, *each.footprint.cells(), "yes" if each.fits else "") for each in plan.candidates]
     lines = [
         f"{plan.model} on {plan.gpus} x {binary_size(plan.memory)} ({binary_size(plan.usable)} planned with): "
         f"one training step of batch {plan.batch} per data-parallel rank and sequence {plan.sequence}, on the busiest "
@@ -444,10 +449,6 @@ def as_text(plan: Plan) -> str:
 def binary_size(num_bytes: float) -> str:
     """Format a number of bytes in powers of 1024: ``binary_size(1536)`` is ``"1.5 KiB"``."""
     return convert_bytes(num_bytes).replace("B", "iB")
-
-
-def _bytes_of(candidate: Candidate) -> list[int]:
-    return [getattr(candidate.footprint, part) for part in (*PARTS, "host", "peak")]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

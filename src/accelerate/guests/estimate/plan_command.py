@@ -8,12 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
-from ...errors import PreparationError
 from ...launch.arguments import flags_of
 from ...settings import file
 from ...settings.option import Source
@@ -72,15 +70,14 @@ def plan_command(args: argparse.Namespace) -> None:
 
     from ...checkpointing.weights import convert_file_size_to_int
     from .plan import as_text, propose
-    from .trace import TrainingTrace, repeated_blocks, trace_training
+    from .trace import TrainingTrace, repeated_blocks, trace_or_sizes
 
     subject, optimizer, batch = _subject(args)
     precision = PRECISIONS[args.mixed_precision]
-    untraced: list[str] = []
+    reasons: list[str | None] = []
 
     def trace(recompute: bool) -> TrainingTrace:
-        traced = partial(
-            trace_training,
+        traced, untraced = trace_or_sizes(
             subject,
             batch=batch,
             sequence=args.sequence,
@@ -89,11 +86,8 @@ def plan_command(args: argparse.Namespace) -> None:
             optimizer=optimizer,
             recompute=recompute,
         )
-        try:
-            return traced(activations=not untraced)
-        except PreparationError as error:
-            untraced.append(str(error))
-            return traced(activations=False)
+        reasons.append(untraced)
+        return traced
 
     plan = propose(
         subject.name,
@@ -104,8 +98,7 @@ def plan_command(args: argparse.Namespace) -> None:
         reserve=args.reserve,
         islands=args.islands,
     )
-    if untraced:
-        plan = replace(plan, untraced=untraced[0])
+    plan = replace(plan, untraced=next(filter(None, reasons), None))
     print(json.dumps(plan.as_json(), indent=2) if args.json else as_text(plan))
     if plan.chosen is None or (args.json and not args.config_file):
         return

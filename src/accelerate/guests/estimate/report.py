@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ...big_models.sizes import calculate_maximum_sizes, dtype_byte_size
-from ...errors import PreparationError
 from ...optional import require
 from ...settings.labels import CustomDtype
-from .plan import PARTS, Footprint, Layout, aligned, binary_size, footprint
-from .trace import Traceable, TrainingTrace, trace_training
+from .plan import COLUMNS, PARTS, Footprint, Layout, aligned, binary_size, footprint
+from .trace import Traceable, TrainingTrace, trace_or_sizes
 
 #: The documented names of precisions.
 DTYPE_NAMES: Final[dict[str, torch.dtype | CustomDtype]] = {
@@ -69,9 +68,7 @@ class Estimate:
                 {
                     "layout": each.layout.name,
                     "ranks": each.layout.ranks,
-                    **{part: getattr(each, part) for part in PARTS},
-                    "host": each.host,
-                    "peak": each.peak,
+                    **{column: getattr(each, column) for column in COLUMNS},
                 }
                 for each in self.footprints
             ],
@@ -84,12 +81,7 @@ def estimate(subject: Traceable, dtypes: Sequence[str], layouts: Sequence[Layout
     ``step`` are arguments of ``trace_training``. If the model can't be traced, activations are omitted and ``untraced``
     is the reason.
     """
-    untraced = None
-    try:
-        trace = trace_training(subject, **step)
-    except PreparationError as error:
-        untraced = str(error)
-        trace = trace_training(subject, **step, activations=False)
+    trace, untraced = trace_or_sizes(subject, **step)
     return Estimate(
         model=subject.name,
         num_parameters=trace.num_parameters,
@@ -119,10 +111,9 @@ def as_text(found: Estimate) -> str:
     for size in found.stored:
         training = "-" if size.training is None else binary_size(size.training)
         stored.append((size.dtype, binary_size(size.largest_layer), binary_size(size.total), training))
-    rows: list[tuple[str, ...]] = [("layout", "ranks", *PARTS, "host", "peak")]
+    rows: list[tuple[str, ...]] = [("layout", "ranks", *COLUMNS)]
     for each in found.footprints:
-        parts = [binary_size(getattr(each, part)) for part in (*PARTS, "host", "peak")]
-        rows.append((each.layout.name, str(each.layout.ranks), *parts))
+        rows.append((each.layout.name, str(each.layout.ranks), *each.cells()))
     lines = [f"{found.model}: {found.num_parameters:,} parameters", "", "Stored, and in training with Adam:", ""]
     lines += aligned(stored)
     if found.footprints:
@@ -178,8 +169,3 @@ def _unit(largest: float) -> tuple[int, str]:
     while largest >= 1024 and power < 4:
         largest, power = largest / 1024, power + 1
     return 1024**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
-
-
-def documented_rows(stored: Sequence[StoredSize]) -> list[list[str | int | None]]:
-    """Return the documented table: precision, largest layer, total size, training with Adam; sizes in bytes."""
-    return [[size.dtype, size.largest_layer, size.total, size.training] for size in stored]

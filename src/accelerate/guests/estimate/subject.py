@@ -322,7 +322,10 @@ class FromScript:
     def optimizer(self) -> OptimizerFactory | None:
         """A function that creates the script's kind of optimizer; None if it prepares none."""
         used = self._optimizer
-        return None if used is None else lambda parameters: type(used)(parameters, **_own(used))
+        if used is None:
+            return None
+        own = {"lr": used.defaults.get("lr", 1e-3), "foreach": used.defaults.get("foreach")}
+        return lambda parameters: type(used)(parameters, **own)
 
     def build(self) -> nn.Module:
         """Return a copy of the script's model."""
@@ -335,10 +338,6 @@ class FromScript:
         if self._batch is None or isinstance(self._batch, Mapping):
             return self._batch
         return (self._batch[0] if isinstance(self._batch, (list, tuple)) else self._batch,)
-
-
-def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"lr": optimizer.defaults.get("lr", 1e-3), "foreach": optimizer.defaults.get("foreach")}
 
 
 def _objects_of(path: str, arguments: Sequence[str]) -> Sequence[object]:

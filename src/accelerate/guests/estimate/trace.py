@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, final
 
@@ -144,6 +144,14 @@ def trace_training(
     return whole if autocast is None or not activations else replace(whole, narrow=traced(autocast))
 
 
+def trace_or_sizes(subject: Traceable, **step: Any) -> tuple[TrainingTrace, str | None]:
+    """Return the trace of ``trace_training``; if the model can't be traced, one without activations, and the reason."""
+    try:
+        return trace_training(subject, **step), None
+    except PreparationError as error:
+        return trace_training(subject, **step, activations=False), str(error)
+
+
 def _traced(
     subject: Traceable,
     batch: int,
@@ -159,8 +167,9 @@ def _traced(
     # Initialise autograd now: under the fake tensor mode, torch's GPU builds would start threads for fake devices, and
     # a process that is forked from this one couldn't run a backward any more.
     torch.zeros((), requires_grad=True).backward()
-    few_bits = _few_bits(optimizer)
-    with _in_eager_mode() if few_bits else nullcontext(), fake_tensor_mode():
+    # Compiled functions, such as the step of torchao's optimizers, can't run without values.
+    eager = torch.compiler.set_stance("force_eager") if _few_bits(optimizer) else nullcontext()
+    with eager, fake_tensor_mode():
         _move_to_fake_device(model, target, dtype)
         inputs = subject.inputs(model, batch, sequence) if activations else None
         if activations and inputs is None:
@@ -272,11 +281,12 @@ class _TracedStep:
         tracker = self.tracker
         tracker.on_growth = self._record
         self._record()
-        if self._inputs is None:
+        inputs = self._inputs
+        if inputs is None:
             self._make_gradients()
         else:
-            with self._precision():
-                output = _called(self._model, self._inputs)
+            with nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast):
+                output = self._model(**inputs) if isinstance(inputs, Mapping) else self._model(*inputs)
                 loss = loss_of(output)
             self._kept = (output, loss)
             loss.backward()
@@ -301,11 +311,6 @@ class _TracedStep:
                 self._count_gradient(parameter)
         self._record()
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
-
 
 def _few_bits(requested: str | OptimizerFactory) -> Any:
     """Return torchao's low-bit optimizer of this name; None if torchao has none."""
@@ -316,15 +321,6 @@ def _few_bits(requested: str | OptimizerFactory) -> Any:
     for signed in (True, False):  # create its lookup tables now, because that needs values, which the trace lacks
         kind._subclass_zeros(torch.empty(256), signed, 256)
     return kind
-
-
-def _in_eager_mode() -> AbstractContextManager[object]:
-    """Enter a context in which compiled functions, such as a step of torchao's, run eagerly."""
-    return torch.compiler.set_stance("force_eager")
-
-
-def _called(model: nn.Module, inputs: ModelInputs) -> object:
-    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 def loss_of(output: object) -> torch.Tensor:
