@@ -109,10 +109,7 @@ class LoopWatch(LoopHook):
             self._end_update()
 
     def _begin(self, run: Accelerator) -> RunMonitor:
-        made = watch(
-            run, every=_UPDATES_PER_REPORT, callbacks=(), total_steps=None, rules=None, flops=None, print_line=False,
-            log=False, resumed=saved_watch(self._loaded()), is_alone=True,
-        )  # fmt: skip
+        made = watch(run, every=_UPDATES_PER_REPORT, resumed=saved_watch(self._loaded()), is_alone=True)
         run.gradient_state.hooks.add(ToldWatch(made))
         return made
 

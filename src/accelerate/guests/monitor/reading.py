@@ -132,7 +132,7 @@ class Tail:
 
     def __init__(self, path: str | Path) -> None:
         self.path: str = os.fspath(path)
-        self._offset = 0
+        self.offset: int = 0  # the number of bytes read or skipped
 
     def lines(self, *, ends_only: bool = False, until: int | None = None) -> Iterator[Facts]:
         """Yield new lines that are JSON objects; an incomplete last line is left for the next call.
@@ -155,27 +155,27 @@ class Tail:
         """Return the new bytes; if there are more than ``most``, the first and the last ones, as complete lines."""
         try:
             size = os.stat(self.path).st_size if until is None else until
-            if size == self._offset:
+            if size == self.offset:
                 return b""
             with open(self.path, "rb", buffering=0) as file:
-                if size < self._offset:  # written anew
-                    self._offset = 0
-                if most is not None and size - self._offset > 2 * most:
-                    first = b"" if self._offset else file.read(most).partition(b"\n")[0] + b"\n"
+                if size < self.offset:  # written anew
+                    self.offset = 0
+                if most is not None and size - self.offset > 2 * most:
+                    first = b"" if self.offset else file.read(most).partition(b"\n")[0] + b"\n"
                     begin = file.seek(size - most)
                     data = file.readall()
                     last = data.partition(b"\n")[2]
                     if b"\n" in last:
-                        self._offset = begin + len(data) - len(first) - len(last)
+                        self.offset = begin + len(data) - len(first) - len(last)
                         return first + last
-                file.seek(self._offset)
-                return file.readall() if until is None else file.read(until - self._offset)
+                file.seek(self.offset)
+                return file.readall() if until is None else file.read(until - self.offset)
         except OSError:
             return b""
 
     def _whole(self, data: bytes) -> list[bytes]:
         end = data.rfind(b"\n") + 1
-        self._offset += end
+        self.offset += end
         return data[:end].splitlines()
 
     def _new_ends(self) -> list[bytes]:
@@ -188,11 +188,6 @@ class Tail:
             else:
                 report = line
         return found if report is None else [*found, report]
-
-    @property
-    def offset(self) -> int:
-        """The number of bytes read or skipped in the file."""
-        return self._offset
 
 
 @final

@@ -43,12 +43,6 @@ if TYPE_CHECKING:
 #: A checkpoint's folder, and the details of its manifest.
 Loaded = tuple[str, Mapping[str, object]]
 
-#: The numbers of a rank that are gathered at a report.
-_ROW: Final = (
-    "loss_sum", "num_losses", "longest_non_finite", "first_non_finite", "wants_stop", "seconds", "updates", "samples",
-    "tokens",
-)  # fmt: skip
-
 
 @final
 class RunMonitor(RunWatch):
@@ -61,14 +55,14 @@ class RunMonitor(RunWatch):
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         every: int,
-        callbacks: Sequence[RunCallback],
-        total_steps: int | None,
         rules: LossRules | None,
         flops: Flops,
         folder: Path | None,
         log: Callable[[dict[str, object], int], None] | None,
         show: Callable[[str], None] | None,
         facts: Mapping[str, object],
+        callbacks: Sequence[RunCallback] = (),
+        total_steps: int | None = None,
         resumed: Mapping[str, Any] | None = None,
         difference: Callable[[], object | None] | None = None,
         compare_replicas: bool | int = False,
@@ -201,17 +195,17 @@ class RunMonitor(RunWatch):
         losses = torch.stack([loss.float() for loss in self._losses]).tolist() if self._losses else []
         first = self._judge.first_non_finite(losses)
         times = self._timer
-        own = (
-            math.fsum(losses) if first is None else math.nan,
-            len(losses),
-            self._judge.run_of_non_finite(losses),
-            -1 if first is None else self.updates - len(losses) + 1 + first,
-            self._reason is not None,
-            times.seconds,
-            times.updates,
-            times.samples,
-            math.fsum(float(count) for count in self._tokens),
-        )
+        own = {
+            "loss_sum": math.fsum(losses) if first is None else math.nan,
+            "num_losses": len(losses),
+            "longest_non_finite": self._judge.run_of_non_finite(losses),
+            "first_non_finite": -1 if first is None else self.updates - len(losses) + 1 + first,
+            "wants_stop": self._reason is not None,
+            "seconds": times.seconds,
+            "updates": times.updates,
+            "samples": times.samples,
+            "tokens": math.fsum(float(count) for count in self._tokens),
+        }
         rows = self._gather_rows(own)
         self._losses.clear()
         self._tokens.clear()
@@ -224,12 +218,15 @@ class RunMonitor(RunWatch):
             self._end(reason)
         return report
 
-    def _gather_rows(self, own: Sequence[float]) -> list[dict[str, float]]:
+    def _gather_rows(self, own: Mapping[str, float]) -> Sequence[Mapping[str, float]]:
+        """Return the numbers of all ranks by name; a collective."""
         if self._is_alone:
-            return [dict(zip(_ROW, map(float, own), strict=True))]
-        row = torch.tensor([own], dtype=torch.float64).view(torch.uint8).to(self._world.device)  # as bytes: everywhere
+            return [own]
+        row = (
+            torch.tensor([[*own.values()]], dtype=torch.float64).view(torch.uint8).to(self._world.device)
+        )  # as bytes: everywhere
         rows = gather(row, world=self._world).cpu().view(torch.float64).tolist()
-        return [dict(zip(_ROW, each, strict=True)) for each in rows]
+        return [dict(zip(own, each, strict=True)) for each in rows]
 
     def _make_report(self, rows: Sequence[Mapping[str, float]]) -> StepReport:
         num_losses = sum(row["num_losses"] for row in rows)
@@ -320,7 +317,8 @@ class RunMonitor(RunWatch):
             if usual is not None:
                 return f"the loss is {report.loss:.4g}, {report.loss / usual:.1f} times the usual {usual:.4g}"
         if any(row["wants_stop"] for row in rows):
-            return "; ".join(dict.fromkeys(filter(None, self._reasons())))
+            reasons = [self._reason] if self._is_alone else gather_object([self._reason], world=self._world)
+            return "; ".join(dict.fromkeys(filter(None, reasons)))
         return None
 
     def _compare_replicas(self) -> str | None:
@@ -332,9 +330,6 @@ class RunMonitor(RunWatch):
         if found is None:
             return None
         return f"{found}; they were {'never compared before' if before < 0 else f'equal at step {before}'}"
-
-    def _reasons(self) -> list[str | None]:
-        return [self._reason] if self._is_alone else gather_object([self._reason], world=self._world)
 
     def _end(self, reason: str) -> None:
         self._record.event("stop", text=reason, step=self.updates)
@@ -400,10 +395,10 @@ class RunMonitor(RunWatch):
 def watch(
     run: Accelerator,
     *,
-    rules: LossRules | None,
-    flops: Flops | None,
-    print_line: bool,
-    log: bool,
+    rules: LossRules | None = None,
+    flops: Flops | None = None,
+    print_line: bool = False,
+    log: bool = False,
     **options: Any,
 ) -> RunMonitor:
     """Return the watch of the loop of ``run``, with the ``options`` of :class:`RunMonitor`."""

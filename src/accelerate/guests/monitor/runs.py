@@ -71,12 +71,9 @@ class Runs:
         found = sorted(_folders(self.folder, _DEPTH), reverse=True)
         self._num_found = len(found)
         self._lies_deep = any(path.parent != self.folder != path for _, path in found)
-        names = {_name(path, self.folder): path for _, path in found[:_MAX_RUNS]}
-        self._runs = {name: self._runs.get(name) or RunFiles(path) for name, path in names.items()}
-
-
-def _name(run: Path, root: Path) -> str:
-    return run.relative_to(root).as_posix() if run != root else run.name
+        paths = [path for _, path in found[:_MAX_RUNS]]
+        names = [path.name if path == self.folder else path.relative_to(self.folder).as_posix() for path in paths]
+        self._runs = {name: self._runs.get(name) or RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 
 def _folders(folder: Path, depth: int) -> Iterator[tuple[float, Path]]:

@@ -52,17 +52,8 @@ class Server(ThreadingHTTPServer):
         self.runs = runs
         self.lock: threading.Lock = threading.Lock()
         self.host = host
-        self._asked = -math.inf
+        self.asked_at: float = -math.inf  # when a page last requested data
         super().__init__((host, port), _Handler)
-
-    def note_asked(self) -> None:
-        """Record that a page requests data now."""
-        self._asked = time.monotonic()
-
-    @property
-    def seconds_since_asked(self) -> float:
-        """The seconds since a page last requested data; infinite before the first request."""
-        return time.monotonic() - self._asked
 
     @property
     def url(self) -> str:
@@ -115,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
                 content = {**self.server.runs.listed(), "is_editable": self.server.is_private}
             self._answer(200, "application/json", json.dumps(content).encode())
         elif parts.path in ("/data", "/csv"):
-            self.server.note_asked()
+            self.server.asked_at = time.monotonic()
             self._data(parts.path, parse_qs(parts.query))
         else:
             self._answer(404, "text/plain", b"There is only /, /runs, /data and /csv.\n")
@@ -235,7 +226,7 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
         try:
             yield dataclasses.replace(plan, environment={**plan.environment, FOLDER_VARIABLE: str(folder)})
         finally:
-            if server.seconds_since_asked < _LAST_SECONDS:
+            if time.monotonic() - server.asked_at < _LAST_SECONDS:
                 time.sleep(_LAST_SECONDS)
             server.shutdown()
 

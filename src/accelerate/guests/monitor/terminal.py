@@ -215,14 +215,11 @@ def _events(events: Sequence[ShownEvent], num_ranks: int, width: int) -> list[st
     for event in events[-_NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
         where = f"  step {step}" if isinstance(step := event.get("step"), int) else ""
+        repeated = f" ({event['times']} times)" if event["times"] > 1 else ""
         named = some_ranks(event["ranks"], num_ranks=event["num_ranks"])
         who = "" if event["num_ranks"] == num_ranks else f"  {named}"
-        text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{_repeated(event)}{where}{who}"
+        text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{repeated}{where}{who}"
         # Errors are shown in full; other events have one line.
         ending = event["event"] in ("error", "stop", "killed", "preempted")
         lines += textwrap.wrap(text, width, subsequent_indent=" " * 12) if ending else [text]
     return lines
-
-
-def _repeated(event: ShownEvent) -> str:
-    return f" ({event['times']} times)" if event["times"] > 1 else ""

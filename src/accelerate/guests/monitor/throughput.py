@@ -78,7 +78,7 @@ class StepTimer:
     updates: int = 0
     samples: float = 0.0
     total_wait: float = 0.0  # since the loop began; `reset` keeps it
-    _since: float | None = field(default=None, repr=False)
+    last_lap: float | None = None  # when the last micro-batch of the running pass ended
     _excluded: float = field(default=0.0, repr=False)
     _waited: float = field(default=0.0, repr=False)
 
@@ -94,24 +94,19 @@ class StepTimer:
         now = perf_counter()
         before = self._waited if waited is None or waited >= self._waited else 0.0
         self.total_wait += 0.0 if waited is None else waited - before
-        is_counted = self._since is not None
-        if self._since is not None:
-            self.seconds += now - self._since - self._excluded
+        is_counted = self.last_lap is not None
+        if self.last_lap is not None:
+            self.seconds += now - self.last_lap - self._excluded
             self.samples += samples
             self.updates += is_update
             if waited is not None:
                 self.wait_seconds = (self.wait_seconds or 0.0) + waited - before
         self._waited = 0.0 if waited is None else waited
         self._excluded = 0.0
-        self._since = None if ends_pass else now
+        self.last_lap = None if ends_pass else now
         if ends_pass:
             self._waited = 0.0
         return is_counted
-
-    @property
-    def last_lap(self) -> float | None:
-        """The time at which the last micro-batch of the running pass ended; None before the first one."""
-        return self._since
 
     def exclude(self, seconds: float) -> None:
         """Exclude ``seconds`` of the running micro-batch, which were spent on other work such as saving."""
