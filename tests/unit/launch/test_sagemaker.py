@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import accelerate
 from accelerate.errors import MissingDependency, SettingError
-from accelerate.guests.clusters.sagemaker import SageMaker, estimator_arguments, hyperparameters
+from accelerate.guests.clusters.sagemaker import SageMaker, hyperparameters
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, settings
@@ -66,7 +66,7 @@ def test_the_defaults_are_an_image_that_this_package_runs_in_and_the_package_goe
     options = plan(tmp_path).engine_options
     torch_version = tuple(map(int, str(options["pytorch_version"]).split(".")))
     assert torch_version >= (2, 6) and str(options["py_version"]) >= "py310"
-    given = estimator_arguments(plan(tmp_path, "additional_args: {dependencies: [lib], max_run: 60}"))
+    given = SageMaker.estimator_arguments(plan(tmp_path, "additional_args: {dependencies: [lib], max_run: 60}"))
     assert given["dependencies"] == ["lib", str(Path(accelerate.__file__).parent)]
     assert given["max_run"] == 60
 

@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ...errors import LaunchError, SettingError
-from ...launch.engine import LaunchEngine, base_environment, is_cpu_run
+from ...launch.engine import LaunchEngine, is_cpu_run
 from ...launch.plan import LaunchPlan, Program
 from ...launch.remote import job_name, spread, write_files
 from ...ports import DEFAULT_PORT
 from ...settings.preemption import PREEMPTED_EXIT_CODE
+from .slurm import agent_command, environment_elsewhere
 
 if TYPE_CHECKING:
     from ...launch.preflight import Host
@@ -58,7 +60,7 @@ class Kubernetes(LaunchEngine):
             )
         _refuse_saves_without_restarts(settings)
         _, per_pod = spread(settings, host, launch.num_machines)
-        environment = _environment(settings, host, per_pod)
+        environment = environment_elsewhere(settings, host, per_pod)
         command = _agent(settings, program, per_pod, name)
         pod = _pod(settings, environment, command, per_pod)
         manifest = _manifest(settings, name, pod, per_pod)
@@ -149,19 +151,13 @@ def escape(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _environment(settings: Settings, host: Host, per_pod: int) -> dict[str, str]:
-    environment = base_environment(settings, host, per_pod)
-    # Don't derive it from this machine's cores, because the pods may have another number.
-    if settings.launch.num_cpu_threads_per_process is None:
-        environment.pop("OMP_NUM_THREADS", None)
-    return environment
-
-
 def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> list[str]:
     """Return the command line of each pod: torch's agent, which starts and restarts the ranks."""
     launch, kind = settings.launch, settings.kubernetes.kind
     port = launch.main_process_port or DEFAULT_PORT
-    first, port_there = ("$(MASTER_ADDR)", "$(MASTER_PORT)") if kind == "PyTorchJob" else (_pod_zero(name), str(port))
+    first, port_there = "$(MASTER_ADDR)", "$(MASTER_PORT)"
+    if kind == "JobSet":
+        first, port_there = f"{name}-workers-0-0.{name}", str(port)  # the stable DNS name of its first pod
     options = {
         "nnodes": str(launch.num_machines),
         "nproc-per-node": str(per_pod),
@@ -171,15 +167,8 @@ def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> lis
         "max-restarts": str(launch.max_restarts),
         "monitor-interval": str(launch.monitor_interval),
     }
-    flags = [argument for option, value in options.items() for argument in (f"--{option}", value)]
-    switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
-    users = [escape(argument) for argument in (program.target, *program.arguments)]
-    return [settings.kubernetes.python, "-m", "accelerate.launch.agent", *flags, *switches, *users]
-
-
-def _pod_zero(name: str) -> str:
-    """Return the stable DNS name of the first pod of a JobSet."""
-    return f"{name}-workers-0-0.{name}"
+    escaped = replace(program, target=escape(program.target), arguments=tuple(map(escape, program.arguments)))
+    return agent_command(settings.kubernetes.python, options, escaped)
 
 
 def _pod(settings: Settings, environment: dict[str, str], command: Sequence[str], per_pod: int) -> dict[str, Any]:

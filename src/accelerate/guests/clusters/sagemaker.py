@@ -41,7 +41,19 @@ class SageMaker(LaunchEngine):
     @staticmethod
     def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         """Return the arguments of version 2's HuggingFace estimator, without the session."""
-        return estimator_arguments(plan)
+        options = dict(plan.engine_options)
+        taken = (
+            "entry_point source_dir role image_uri instance_type instance_count base_job_name transformers_version "
+            "pytorch_version py_version hyperparameters distribution metric_definitions"
+        )
+        given = {name: options[name] for name in taken.split() if name in options}
+        if options.get("image_uri") is not None:  # the image determines the versions
+            given.update(transformers_version=None, pytorch_version=None)
+        additional = options.get("additional_args") or {}
+        assert isinstance(additional, Mapping)
+        more = {**given, "environment": dict(plan.environment), **additional}
+        # Copied next to the script, where Python looks first, so that the job uses this package.
+        return {**more, "dependencies": [*(additional.get("dependencies") or ()), str(_PACKAGE)]}
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """Plan the job: its script, instances, image, inputs and hyper-parameters."""
@@ -212,31 +224,13 @@ def _session(plan: LaunchPlan) -> Any:
     return boto3.Session(region_name=options["region"], **keys, **profile)
 
 
-def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the arguments of version 2's HuggingFace estimator, without the session."""
-    options = dict(plan.engine_options)
-    taken = (
-        "entry_point source_dir role image_uri instance_type instance_count base_job_name "
-        "transformers_version "
-        "pytorch_version py_version hyperparameters distribution metric_definitions"
-    )
-    given = {name: options[name] for name in taken.split() if name in options}
-    if options.get("image_uri") is not None:  # the image determines the versions
-        given.update(transformers_version=None, pytorch_version=None)
-    additional = options.get("additional_args") or {}
-    assert isinstance(additional, Mapping)
-    more = {**given, "environment": dict(plan.environment), **additional}
-    # Copied next to the script, where Python looks first, so that the job uses this package.
-    return {**more, "dependencies": [*(additional.get("dependencies") or ()), str(_PACKAGE)]}
-
-
 def _start_v2(plan: LaunchPlan) -> None:
     """Run the job with version 2's estimator until it has completed."""
     from ...optional import require
 
     estimators = require("sagemaker.huggingface", "sagemaker")
     session = require("sagemaker", "sagemaker").Session(boto_session=_session(plan))
-    estimator = estimators.HuggingFace(**{"sagemaker_session": session, **estimator_arguments(plan)})
+    estimator = estimators.HuggingFace(**{"sagemaker_session": session, **SageMaker.estimator_arguments(plan)})
     estimator.fit(inputs=plan.engine_options.get("inputs"))
 
 

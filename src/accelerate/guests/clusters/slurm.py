@@ -92,10 +92,7 @@ class Slurm(LaunchEngine):
     def _from_login_node(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         nodes = settings.launch.num_machines
         total, per_node = spread(settings, host, nodes)
-        environment = base_environment(settings, host, per_node)
-        # Don't derive it from the login node's cores, because the nodes may have another number.
-        if settings.launch.num_cpu_threads_per_process is None:
-            environment.pop("OMP_NUM_THREADS", None)
+        environment = environment_elsewhere(settings, host, per_node)
         name = settings.slurm.job_name or job_name(program)
         path = settings.slurm.script or f"{name}.sbatch"
         if has_agents(settings):
@@ -191,9 +188,22 @@ def agent(
         "monitor-interval": str(launch.monitor_interval),
         **({"rdzv-conf": launch.rdzv_conf} if launch.rdzv_conf else {}),
     }
-    kind = {"module": ("--module",), "command": ("--no-python",), "script": ()}[program.kind]
-    flags = (argument for name, value in options.items() for argument in (f"--{name}", value))
-    return (sys.executable, "-m", "accelerate.launch.agent", *flags, *kind, program.target, *program.arguments)
+    return tuple(agent_command(sys.executable, options, program))
+
+
+def environment_elsewhere(settings: Settings, host: Host, per_machine: int) -> dict[str, str]:
+    """Return the run's environment for other machines, which may have another number of cores than this one."""
+    environment = base_environment(settings, host, per_machine)
+    if settings.launch.num_cpu_threads_per_process is None:
+        environment.pop("OMP_NUM_THREADS", None)
+    return environment
+
+
+def agent_command(python: str, options: Mapping[str, str], program: Program) -> list[str]:
+    """Return the command line of torch's agent with these options, which runs the program."""
+    kind = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
+    flags = [argument for name, value in options.items() for argument in (f"--{name}", value)]
+    return [python, "-m", "accelerate.launch.agent", *flags, *kind, program.target, *program.arguments]
 
 
 def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, per_node: int, start: str) -> str:
