@@ -24,8 +24,7 @@ from ...distributed.pretended import AnsweringStore
 from ...settings import env
 from ...torch_private.pretended import fake_backend, operator_name
 from ...torch_private.tracing import tree_leaves
-from . import communication
-from .communication import CollectiveCounter, PretendedReducer
+from .communication import CollectiveCounter, PretendedReducer, without_others
 from .records import MemoryRecord, SampleRecord
 from .report import Report, report_of
 from .tensors import ValuelessMode
@@ -58,7 +57,7 @@ class PretendedRun:
         self.saves: list[str] = []
         #: Operations with an unknown number of random draws.
         self.uncounted: set[str] = set()
-        self.mode: ValuelessMode = ValuelessMode(self, communication.answer)
+        self.mode: ValuelessMode = ValuelessMode(self)
         self.report: Report | None = None
         self._steps: dict[int, int] = {}  # by optimizer
         self._num_refusals = 0  # how often the script continued when it had to end
@@ -93,7 +92,7 @@ class PretendedRun:
             sys.argv, sys.path[:] = before, folders
 
     def _enter(self, held: ExitStack) -> None:
-        held.enter_context(communication.without_others(self._reducer))
+        held.enter_context(without_others(self._reducer))
         methods = {
             "prepare": self._preparing(Accelerator.prepare),
             "prepare_model": self.mode.calling(Accelerator.prepare_model),
@@ -153,10 +152,6 @@ class PretendedRun:
         name = self.collectives.record(func, args)
         if name == "reduce-scatter" and func.namespace == "c10d":
             self.memory.gradients(tree_leaves(args[0]))
-
-    def made(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-        """Count the memory of an operation's result."""
-        self.memory.made(func, args, kwargs, result)
 
     def drawn(self, func: Operator) -> None:
         """Record an operation whose number of random draws depends on missing values."""

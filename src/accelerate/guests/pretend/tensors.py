@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, final
 from unittest.mock import patch
 
 import torch
@@ -25,9 +25,11 @@ from ...torch_private.tracing import (
     tree_leaves,
     tree_map,
 )
+from .communication import answer
 
 if TYPE_CHECKING:
     from ...torch_private.pretended import Operator
+    from .run import PretendedRun
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -39,45 +41,29 @@ _IN_PARTS: Final = frozenset({"normal_", "uniform_"})
 _PART: Final = 1 << 20
 
 
-class Observer(Protocol):
-    """A listener for operations on tensors without values."""
-
-    def collective(self, func: Operator, args: tuple[object, ...]) -> None:
-        """Record a collective before it runs."""
-        ...
-
-    def made(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-        """Record the result of an operation."""
-        ...
-
-    def drawn(self, func: Operator) -> None:
-        """Record an operation that draws random numbers."""
-        ...
-
-
 @final
 class ValuelessMode(TorchDispatchMode):
-    """A dispatch mode in which operations on parameters, and inside a model, return fake tensors."""
+    """A dispatch mode in which operations on parameters, and inside a model, return fake tensors; ``run`` is told."""
 
-    def __init__(self, observer: Observer, communicate: Callable[[Operator, tuple[object, ...]], object]) -> None:
+    def __init__(self, run: PretendedRun) -> None:
         super().__init__()
         self.fake = fake_tensor_mode()
-        self._observer, self._communicate = observer, communicate
+        self._run = run
         self._fake_tensor = fake_tensor_class()
         self._depth = 0  # of calls inside of which new tensors have no values either
         self._errors = data_dependent_errors()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, with or without values, and notify the observer."""
+        """Run the operation, with or without values, and tell the run of it."""
         is_fake = self._fake_tensor in types
         if any(kind not in (torch.Tensor, nn.Parameter, self._fake_tensor) for kind in types):
             return NotImplemented  # a DTensor: its operations on local tensors come here
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            self._observer.collective(func, args)
-            return self._communicate(func, args)
+            self._run.collective(func, args)
+            return answer(func, args)
         if func.namespace == "_c10d_functional":
-            self._observer.collective(func, args)
+            self._run.collective(func, args)
         # torch also reports classes of tensors with values: for `data` of a parameter; in 2.6 for any `detach`.
         if not is_fake and not (self._depth and returns_tensor(func) and not _has_tensors(args)):
             return func(*args, **kwargs)
@@ -88,13 +74,13 @@ class ValuelessMode(TorchDispatchMode):
             if not is_fake and (not result.is_floating_point() or (draws and result.numel() == 1)):
                 return func(*args, **kwargs)  # positions, masks, and numbers used in decisions keep their values
             if draws:
-                self._observer.drawn(func)
+                self._run.drawn(func)
                 _draw(func, args, kwargs)
         except self._errors:
             if not is_number_read(func):
                 raise
             return _value_of(args[0].dtype)
-        self._observer.made(func, args, kwargs, result)
+        self._run.memory.made(func, args, kwargs, result)
         return result
 
     def _valueless(self, parameter: nn.Parameter) -> nn.Parameter:
