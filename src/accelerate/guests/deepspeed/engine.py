@@ -12,12 +12,12 @@ from ...errors import PreparationError
 from ...optional import require
 from ...parallel.base import SteppedOptimizer, SteppedScheduler
 
-#: Optimizers of torch and others -> DeepSpeed's CPU optimizer for each: module, class, options.
-_ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
-    "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
-    "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
-    "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", {}),
-    "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", {}),
+#: Optimizers of torch and others -> DeepSpeed's CPU optimizer for each: module, class, options, and defaults to keep.
+_ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]]] = {
+    "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}, ("lr", "weight_decay", "betas", "eps")),
+    "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}, ("lr", "weight_decay", "betas", "eps")),
+    "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", {}, ("lr", "weight_decay", "eps")),
+    "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", {}, ("lr", "weight_decay", "betas")),
 }
 
 
@@ -126,16 +126,11 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
             f"{type(optimizer).__name__} has state already, and DeepSpeed's optimizer on the CPU would start without "
             "it. Prepare it before its first step, or set zero_force_ds_cpu_optimizer to false in the DeepSpeed config."
         )
-    module, name, options = found
+    module, name, options, kept = found
     library = require(module, "deepspeed", purpose="offloading the optimizer to the CPU (offload_optimizer_device)")
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in _known_options(name)}
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in kept}
     # The groups stay the same dictionaries, so that a scheduler over them goes on working.
     return getattr(library, name)(optimizer.param_groups, **defaults, **options)
-
-
-def _known_options(name: str) -> tuple[str, ...]:
-    common = ("lr", "weight_decay")
-    return (*common, *{"DeepSpeedCPUAdagrad": ("eps",), "DeepSpeedCPULion": ("betas",)}.get(name, ("betas", "eps")))
 
 
 def GatheredParameters(

@@ -81,13 +81,7 @@ class EngineState(StateAccess):
         """Return, for an engine, empty tensors of the full shapes to read into."""
         if not is_engine(model):
             return self._in_place.model_shards(model)
-        made: dict[int, torch.Tensor] = {}
-        return {
-            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=torch.float32))
-            if value.is_floating_point()
-            else made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype))
-            for name, value in _named_state(model.module)
-        }
+        return _empty_state(model, "cpu", floats=torch.float32)
 
     def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
         """Load ``shards`` into the model or its engine."""
@@ -100,29 +94,11 @@ class EngineState(StateAccess):
         """Return an empty dict, because optimizer state stays with the engine."""
         return {}
 
-    def optimizer_shards(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
-    ) -> dict[str, object]:
-        """Raise: the engine saves its optimizer itself."""
-        raise _refusal()
+    def _refuse(self, *_: object, **__: object) -> Any:
+        """Raise: the engine saves and loads its optimizer itself."""
+        raise CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
 
-    def load_optimizer_shards(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
-    ) -> None:
-        """Raise: the engine loads its optimizer itself."""
-        raise _refusal()
-
-    def full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
-    ) -> dict[str, object]:
-        """Raise: the engine saves its optimizer itself."""
-        raise _refusal()
-
-    def load_full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
-    ) -> None:
-        """Raise: the engine loads its optimizer itself."""
-        raise _refusal()
+    optimizer_shards = load_optimizer_shards = full_optimizer_state = load_full_optimizer_state = _refuse
 
 
 def _saved_layout(folder: Path) -> str:
@@ -143,10 +119,6 @@ def _own_layout(engine: Engine) -> str:
     return f"{torch.distributed.get_world_size()} ranks with ZeRO stage {'3' if stage == 3 else '1 or 2'}"
 
 
-def _refusal() -> CheckpointError:
-    return CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
-
-
 @final
 class _Receiver:
     """An engine as a load target for full tensors."""
@@ -156,11 +128,7 @@ class _Receiver:
 
     def state_dict(self, keep_vars: bool = True) -> StateDict:
         """Return names and shapes; tied names share one tensor."""
-        made: dict[int, torch.Tensor] = {}
-        return {
-            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype, device="meta"))
-            for name, value in _named_state(self._engine.module)
-        }
+        return _empty_state(self._engine, "meta")
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Load ``state`` into the engine; a tied tensor may have only one of its names."""
@@ -237,6 +205,18 @@ def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             yield name, value
+
+
+def _empty_state(engine: Engine, device: str, floats: torch.dtype | None = None) -> dict[str, Any]:
+    """Return empty tensors of the full shapes, in their own dtype or in that of ``floats``; tied names share one."""
+    made: dict[int, torch.Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in _named_state(engine.module):
+        if id(value) not in made:
+            dtype = floats if floats is not None and value.is_floating_point() else value.dtype
+            made[id(value)] = torch.empty(_shape(value), dtype=dtype, device=device)
+        state[name] = made[id(value)]
+    return state
 
 
 def _shape(value: torch.Tensor) -> torch.Size:

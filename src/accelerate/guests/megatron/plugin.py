@@ -39,7 +39,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         samples = list(self.consumed_samples or [])
         if samples:  # train, evaluation, test
             self.consumed_samples: list[int] | None = [*samples, 0, 0, 0][: max(3, len(samples))]
-        self._set_ddp_implementation(local=self.pp_degree > 1 or self.use_distributed_optimizer)
+        self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
             **{theirs: getattr(self, ours) for ours, theirs in _RENAMED.items()},
             **{name: getattr(self, name) for name in option_names("argument") if name not in _RENAMED},
@@ -57,9 +57,6 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
     def mesh_axes(self) -> dict[str, int]:
         """The degrees of Megatron's tensor, pipeline and context parallelism."""
         return {"tp": self.tp_degree, "pp": self.pp_degree, "cp": self.context_parallel_size or 1}
-
-    def _set_ddp_implementation(self, *, local: bool) -> None:
-        self.DDP_impl = "local" if local else "torch"
 
     def set_network_size_args(self, model: torch.nn.Module, batch_data: Batch | None = None) -> None:
         """Set the arguments for the size of ``model``, read from its configuration.
@@ -93,8 +90,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         if mixed_precision in ("fp16", "bf16"):
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":  # gradients are accumulated in fp32 by Megatron's own implementation
-            self._set_ddp_implementation(local=True)
-            self.megatron_lm_default_args["DDP_impl"] = self.DDP_impl
+            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set the micro-batch size, and the global batch size over all data-parallel ranks."""
