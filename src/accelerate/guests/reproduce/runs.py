@@ -219,18 +219,14 @@ def explain(recorded: Entry, now: Entry, update: int, facts: Sequence[str]) -> l
 
 def _compared(entry: Entry) -> dict[str, Any]:
     """Return what is compared of a launch; the number of threads is a fact of the machine, however it was set."""
-    variables = {name: value for name, value in entry["variables"].items() if name != "OMP_NUM_THREADS"}
-    parts = {"code": entry["code"]["files"], "layout": _layout(entry), "data": _data(entry), "variables": variables}
-    return {**entry, **parts}
-
-
-def _layout(entry: Entry) -> dict[str, Any]:
-    return {name: entry[name] for name in ("ranks", "strategy", "precision", "accumulation")}
-
-
-def _data(entry: Entry) -> dict[str, Any]:
     loaders = enumerate(entry["data"])
-    return {f"loader {number}, {name}": value for number, one in loaders for name, value in one.items()}
+    return {
+        **entry,
+        "code": entry["code"]["files"],
+        "layout": {name: entry[name] for name in ("ranks", "strategy", "precision", "accumulation")},
+        "data": {f"loader {number}, {name}": value for number, one in loaders for name, value in one.items()},
+        "variables": {name: value for name, value in entry["variables"].items() if name != "OMP_NUM_THREADS"},
+    }
 
 
 def _changes(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,8 @@ class Request:
         checkpoint: the checkpoint to start from; "" starts from nothing.
         until_update: the update after which to end; None ends with the script.
         until_step: end after the script has logged this step.
-        observe: ``module:function`` of the observer.
+        observe: ``module:function``, called on each rank with the Accelerator and the options. It returns an
+            `accelerate.guests.rewind.child.UpdateObserver`.
         options: the observer's options.
         save_to: the folder in which to save the state at the end; "" saves nothing.
         without_samples: indices of samples that are left out of their batches.
@@ -109,7 +110,6 @@ def rerun(
     from_checkpoint: Path | None = None,
     until_update: int | None = None,
     num_processes: int = 1,
-    observe: str = OBSERVER,
     folder: Path,
     environment: Mapping[str, str] | None = None,
     working_folder: str | None = None,
@@ -123,8 +123,6 @@ def rerun(
         from_checkpoint: a checkpoint in ``project``; None starts from nothing, with no checkpoint to be seen.
         until_update: the update after which all ranks end.
         num_processes: the number of ranks, unless the flags say it.
-        observe: ``module:function``, called on each rank with the Accelerator and the options. It returns an
-            `accelerate.guests.rewind.child.UpdateObserver`.
         folder: a new folder for the replay's files, alone in its parent.
         environment: variables of the recorded run, set in the replay.
         working_folder: the folder in which the script is started; None means the current one.
@@ -140,7 +138,6 @@ def rerun(
         str(project.resolve()),
         "" if from_checkpoint is None else str(from_checkpoint.resolve()),
         until_update,
-        observe=observe,
         **conditions,
     )
     request.write(folder)
