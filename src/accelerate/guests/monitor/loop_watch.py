@@ -18,8 +18,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import SettingError
-from ...seams import LoopHook
-from .run_monitor import Loaded, RunMonitor, saved_watch, watch, watch_and_check
+from ...seams import LoopHook, function_of, guests
+from .run_monitor import Loaded, RunMonitor, saved_watch
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -109,7 +109,7 @@ class LoopWatch(LoopHook):
             self._end_update()
 
     def _begin(self, run: Accelerator) -> RunMonitor:
-        made = watch(run, every=_UPDATES_PER_REPORT, resumed=saved_watch(self._loaded()), is_alone=True)
+        made = RunMonitor(run, every=_UPDATES_PER_REPORT, resumed=saved_watch(self._loaded()), is_alone=True)
         run.gradient_state.hooks.add(ToldWatch(made))
         return made
 
@@ -142,18 +142,38 @@ class LoopWatch(LoopHook):
         losses.clear()
 
 
-def watch_script(run: Accelerator, loaded: Loaded | None, **options: Any) -> RunWatch:
-    """Return the watch that a script creates, instead of the previous one; it continues from ``loaded``.
+def watch_script(
+    run: Accelerator,
+    loaded: Loaded | None,
+    *,
+    compare_replicas: bool | int,
+    sdc_check: int,
+    on_sdc: str,
+    **options: Any,
+) -> RunWatch:
+    """Return the watch that a script creates, instead of the previous one, and start its checks.
+
+    It continues from ``loaded``; see ``Accelerator.watch_run``.
 
     Raises:
-        SettingError: any rank may be lost, so no rank can share its losses with the others.
+        SettingError: any rank may be lost, so no rank can share its losses with the others; or a requested check can't
+            be made, or its guest is missing.
     """
     if run.world.members is not None:
         raise SettingError(run.world.members.why_not("watch_run()"))
     hooks = run.gradient_state.hooks
     for before in (*hooks.of(LoopWatch), *hooks.of(ToldWatch)):
         hooks.remove(before)
-    made = watch_and_check(run, resumed=saved_watch(loaded), **options)
+    has_checks = "checks" in guests()
+    if sdc_check or has_checks:
+        function_of("checks", "check_hardware", f"watch_run(sdc_check={sdc_check})")(run, sdc_check, on_sdc)
+    difference: Callable[[], object | None] | None = None
+    if compare_replicas and (has_checks or compare_replicas is not True):  # the default, True, doesn't need the guest
+        compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
+        difference = partial(compare, run)
+    made = RunMonitor(
+        run, resumed=saved_watch(loaded), compare_replicas=compare_replicas, difference=difference, **options
+    )
     hooks.add(ToldWatch(made))
     return made
 

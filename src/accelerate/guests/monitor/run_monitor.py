@@ -15,7 +15,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +26,6 @@ from ...distributed.collectives import gather, gather_object
 from ...distributed.watchdog import hang_seconds
 from ...distributed.world import World
 from ...errors import RunStopped, SettingError
-from ...seams import function_of, guests
 from ...settings.env import read
 from ...settings.labels import DistributedType
 from ...torch_private.modules import compile_seconds
@@ -50,19 +48,15 @@ class RunMonitor(RunWatch):
 
     def __init__(
         self,
-        world: World,
-        gradient_state: GradientState,
-        optimizers: Sequence[torch.optim.Optimizer],
+        run: Accelerator,
         *,
         every: int,
-        rules: LossRules | None,
-        flops: Flops,
-        folder: Path | None,
-        log: Callable[[dict[str, object], int], None] | None,
-        show: Callable[[str], None] | None,
-        facts: Mapping[str, object],
         callbacks: Sequence[RunCallback] = (),
         total_steps: int | None = None,
+        rules: LossRules | None = None,
+        flops: Flops | None = None,
+        print_line: bool = False,
+        log: bool = False,
         resumed: Mapping[str, Any] | None = None,
         difference: Callable[[], object | None] | None = None,
         compare_replicas: bool | int = False,
@@ -78,12 +72,16 @@ class RunMonitor(RunWatch):
         self.last_report: StepReport | None = None
         self.total_steps = total_steps
         self.callbacks: list[RunCallback] = list(callbacks)
-        self._world, self._gradient_state, self._optimizers = world, gradient_state, optimizers
-        self._every, self._log, self._show = every, log, show
+        world = self._world = run.world
+        self._gradient_state: GradientState = run.gradient_state
+        self._optimizers: Sequence[torch.optim.Optimizer] = run._optimizers
+        self._every = every
+        self._log = run.log if log else None
+        self._show = run.print if print_line and world.is_main else None
         self._is_alone = is_alone or world.size == 1  # its reports are no collectives
         self._gradient_norm: torch.Tensor | None = None
         self._judge = LossJudge(rules or NEVER)
-        self._flops = _with_device_peak(flops, world)
+        self._flops = _with_device_peak(flops or Flops(), world)
         self._timer = StepTimer()
         self._losses: list[torch.Tensor] = []
         self._window: torch.Tensor | None = None
@@ -99,10 +97,12 @@ class RunMonitor(RunWatch):
         self._num_loads = 0
         self.samples_per_batch: float = 0.0
         self._warned = False
-        meter = DeviceMeter(world.kind, world.device)
+        meter, folder = DeviceMeter(world.kind, world.device), folder_of(read(FOLDER_VARIABLE) or run.logging_dir)
         self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world), utilization=meter.read)
         self._began, self._began_at = perf_counter(), 0
-        self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
+        watched_by = "launcher" if is_alone else "script"
+        numbers = {"rank": world.rank, "ranks": world.size, "total_steps": total_steps}
+        self._record.start(**numbers, **_facts_of(run), watched_by=watched_by)
         self._ledger = Ledger(folder if world.is_main else None, self._position, hang_seconds() or math.inf)
         if resumed:
             self.resume(resumed)
@@ -392,61 +392,18 @@ class RunMonitor(RunWatch):
         self._ledger.finish("end")
 
 
-def watch(
-    run: Accelerator,
-    *,
-    rules: LossRules | None = None,
-    flops: Flops | None = None,
-    print_line: bool = False,
-    log: bool = False,
-    **options: Any,
-) -> RunMonitor:
-    """Return the watch of the loop of ``run``, with the ``options`` of :class:`RunMonitor`."""
-    return RunMonitor(
-        run.world,
-        run.gradient_state,
-        run._optimizers,
-        rules=rules,
-        flops=flops or Flops(),
-        folder=folder_of(read(FOLDER_VARIABLE) or run.logging_dir),
-        log=run.log if log else None,
-        show=run.print if print_line and run.world.is_main else None,
-        facts={
-            "device": str(run.world.device),
-            "precision": run.mixed_precision,
-            "strategy": DistributedType(run.distributed_type).value,
-            "command": shown_command(sys.argv),
-            "accumulation_steps": run.gradient_state.num_steps,
-            "host": socket.gethostname(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "watched_by": "launcher" if options.get("is_alone") else "script",
-        },
-        **options,
-    )
-
-
-def watch_and_check(
-    run: Accelerator,
-    *,
-    compare_replicas: bool | int,
-    sdc_check: int,
-    on_sdc: str,
-    **options: Any,
-) -> RunMonitor:
-    """Return the watch of a script, and start its checks; see ``Accelerator.watch_run``.
-
-    Raises:
-        SettingError: a requested check can't be made, or its guest is missing.
-    """
-    has_checks = "checks" in guests()
-    if sdc_check or has_checks:
-        function_of("checks", "check_hardware", f"watch_run(sdc_check={sdc_check})")(run, sdc_check, on_sdc)
-    difference: Callable[[], object | None] | None = None
-    if compare_replicas and (has_checks or compare_replicas is not True):  # the default, True, doesn't need the guest
-        compare = function_of("checks", "difference", f"watch_run(compare_replicas={compare_replicas})")
-        difference = partial(compare, run)
-    return watch(run, compare_replicas=compare_replicas, difference=difference, **options)
+def _facts_of(run: Accelerator) -> dict[str, object]:
+    """Return how a rank runs, for the record of its start."""
+    return {
+        "device": str(run.world.device),
+        "precision": run.mixed_precision,
+        "strategy": DistributedType(run.distributed_type).value,
+        "command": shown_command(sys.argv),
+        "accumulation_steps": run.gradient_state.num_steps,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def saved_watch(loaded: Loaded | None) -> Mapping[str, Any] | None:
