@@ -76,7 +76,7 @@ def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
 def csv_text(run: RunFiles) -> str:
     """Return all numbers of the run as CSV, with one row per step and one column per number, which may be empty."""
     main = run.main
-    curves: dict[str, Curve] = {} if main is None else {"time": main.times, "epoch": main.epochs, **main.curves}
+    curves: dict[str, Curve] = {"time": main.times, "epoch": main.epochs, **main.curves} if run.ranks else {}
     for name, curve in run.logged.items():
         curves.setdefault(name, curve)
     columns = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}

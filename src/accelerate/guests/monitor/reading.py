@@ -402,9 +402,14 @@ class RunFiles:
         return True
 
     @property
-    def main(self) -> Rank | None:
-        """The rank with the smallest number; its loss and rates are those of all ranks."""
-        return self.ranks[min(self.ranks)] if self.ranks else None
+    def last_time(self) -> float:
+        """The time of the last write of any rank; 0 without ranks."""
+        return max((rank.last_time for rank in self.ranks.values()), default=0.0)
+
+    @property
+    def main(self) -> Rank:
+        """The rank with the smallest number, whose loss and rates are those of all; an empty one without ranks."""
+        return self.ranks[min(self.ranks)] if self.ranks else Rank(0)
 
 
 def _logs_beside(rank_files: Iterable[str]) -> Path | None:

@@ -103,16 +103,16 @@ def _differing(settings: Sequence[Facts]) -> list[str]:
 def _summary(name: str, run: RunFiles, now: float) -> RunSummary:
     run.refresh()
     main, note = run.main, note_of(run)
-    curves = run.logged if main is None else {**run.logged, **main.curves}
+    curves = {**run.logged, **main.curves}
     return {
         **note,
         "run": name,
         "name": note["name"] or name,
         "state": state_of(run, now),
         "why": why_ended(run),
-        "began": 0.0 if main is None else main.first_time,
-        "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
-        "step": None if main is None else main.newest.get("step"),
+        "began": main.first_time,
+        "seen": run.last_time,
+        "step": main.newest.get("step"),
         "num_ranks": len(run.ranks),
         "settings": settings(run),
         "numbers": {name: json_value(curve.values[-1]) for name, curve in curves.items() if curve.values},

@@ -40,7 +40,7 @@ def state_of(run: RunFiles, now: float) -> str:
     """Return the run's state: empty, running, silent, finished, preempted, stopped or failed."""
     if not run.ranks:
         return "empty"
-    return _state(_ending(run), max(rank.last_time for rank in run.ranks.values()), now)
+    return _state(_ending(run), run.last_time, now)
 
 
 def state_of_rank(rank: Rank, now: float) -> str:
@@ -161,9 +161,9 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "version": run.version,
         "now": now,
         "state": state_of(run, now),
-        "facts": {} if main is None else main.facts,
-        "newest": {} if main is None else {name: json_value(value) for name, value in main.newest.items()},
-        "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
+        "facts": main.facts,
+        "newest": {name: json_value(value) for name, value in main.newest.items()},
+        "seen": run.last_time,
         "num_ranks": len(run.ranks),
         "num_followed": followed,
         "states": dict(Counter(state_of_rank(rank, now) for rank in run.ranks.values())),
@@ -171,8 +171,8 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "ranks": [_rank(run.ranks[n], now, outliers.get(n, "")) for n in sorted(outliers or run.ranks)],
         "skew": skew(run),
         "why": why_ended(run),
-        "began": 0.0 if main is None else main.first_time,
-        "clock": {"steps": [], "times": [], "epochs": []} if main is None else _clock(main),
+        "began": main.first_time,
+        "clock": _clock(main),
         "settings": settings(run),
         "output": run.output.read(),
         "hours": hours(run.folder),
@@ -181,7 +181,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "per_rank": {},
         "events": events(run),
     }
-    if main is None:
+    if not run.ranks:
         return content
     content["curves"] = {name: thinned(main.curves[name]) for name in KNOWN if name in main.curves}
     own = {**run.logged, **{name: curve for name, curve in main.curves.items() if name not in KNOWN}}
@@ -230,7 +230,7 @@ def _clock(rank: Rank) -> Clock:
 
 def settings(run: RunFiles) -> Facts:
     """Return the run's settings: the arguments of its command, the trackers' configuration, the main rank's facts."""
-    facts = {} if run.main is None else run.main.facts
+    facts = run.main.facts
     arguments, config = arguments_of(str(facts.get("command") or "")), _flat(run.config, "")
     known = {name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None}
     return {**_flat(arguments, ""), **config, **known, **config}  # the configuration first, and before equal names
