@@ -67,26 +67,22 @@ def search_of(run: Path, command: Sequence[str], num_processes: int | None, work
     from .search import Search
 
     folder = RunFolder(run)
+    ranks = num_processes or folder.num_processes
+    if command:
+        return Search(folder, command, ranks, workspace)
     recorded = folder.recorded
-    left_out = [] if command or recorded is None else [word for word in recorded.words if _MASK in word]
+    if recorded is None or not recorded.words:
+        raise SettingError(
+            f"{run} doesn't say how the run was started: it has no run.lock.json. Give the command after --, such as "
+            "-- train.py --epochs 3."
+        )
+    left_out = [word for word in recorded.words if _MASK in word]
     if left_out:
         raise SettingError(
             f"{run}: its record leaves out arguments that look like secrets ({' '.join(left_out)}). Give the whole "
             "command after --, such as -- train.py --api_key VALUE."
         )
-    if not command and (recorded is None or not recorded.words):
-        raise SettingError(
-            f"{run} doesn't say how the run was started: it has no run.lock.json. Give the command after --, such as "
-            "-- train.py --epochs 3."
-        )
-    return Search(
-        folder,
-        command or (recorded.words if recorded else ()),
-        num_processes or folder.num_processes,
-        workspace,
-        recorded.variables if recorded and not command else {},
-        recorded.folder if recorded and not command else None,
-    )
+    return Search(folder, recorded.words, ranks, workspace, recorded.variables, recorded.folder)
 
 
 def bisect_command(args: argparse.Namespace) -> int:
