@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...distributed.mesh import AXES, Mesh
+from ...distributed.world import World
 from ...torch_private.pretended import (
     Chunks,
     group_of_collective,
@@ -100,19 +101,23 @@ class CollectiveCounter:
 
     def traffic(self, mesh: Mesh, steps: int = 1) -> list[Traffic]:
         """Return the counts per step, for this number of steps, sorted by bytes in descending order."""
-        local = max(mesh.world.local_size, 1)
         found = [
             Traffic(
                 name,
                 axes_of(mesh, ranks),
                 len(ranks),
-                len({rank // local for rank in ranks}),
+                len(hosts_of(mesh.world, ranks)),
                 count / steps,
                 self._num_bytes[name, ranks] / steps,
             )
             for (name, ranks), count in self._counts.items()
         ]
         return sorted(found, key=lambda each: (-each.num_bytes, each.name, each.axes))
+
+
+def hosts_of(world: World, ranks: Sequence[int]) -> list[int]:
+    """Return the numbers of the hosts of these ranks, in ascending order."""
+    return sorted({rank // max(world.local_size, 1) for rank in ranks})
 
 
 def axes_of(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:

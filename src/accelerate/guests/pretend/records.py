@@ -52,14 +52,6 @@ class MemoryRecord:
         elif self.tracker.count(tree_leaves(result)):
             self._note_peak()
 
-    def gradients(self, tensors: Iterable[object]) -> None:
-        """Count these tensors as gradients."""
-        self.tracker.count(tensors, "gradients")
-
-    def gathered(self, tensors: Iterable[object]) -> None:
-        """Count these tensors as gathered weights and buffers of collectives."""
-        self.tracker.count(tensors, "gathered")
-
     def _note_peak(self) -> None:
         found = self.tracker.num_bytes
         self.peak_activations = max(self.peak_activations, found["other"])
@@ -76,7 +68,8 @@ class MemoryRecord:
         state = map(local_part, tree_leaves(list(optimizer.state.values())))
         self.tracker.count((part for value in state for part in inner_tensors(value)), "optimizer")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.gradients(local_part(each.grad) for each in parameters if each.grad is not None)
+        gradients = (local_part(each.grad) for each in parameters if each.grad is not None)
+        self.tracker.count(gradients, "gradients")
 
     @contextmanager
     def following_storages(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from ...distributed.world import World, current_world
 from ...modules import is_sharded
 from ...torch_private.pretended import local_part
 from ...torch_private.tracing import fake_tensor_class
-from .communication import Traffic
+from .communication import Traffic, hosts_of
 from .records import LoaderShare, num_bytes_of
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _effective_mesh(accelerator: Accelerator) -> Mesh:
 
 def _heading(report: Report) -> str:
     world = report.world
-    host = f"local rank {world.local_rank} of {world.local_size} on host {world.rank // max(world.local_size, 1)}"
+    host = f"local rank {world.local_rank} of {world.local_size} on host {hosts_of(world, [world.rank])[0]}"
     done = f"{report.steps} step{'' if report.steps == 1 else 's'}"
     strategy = f", {report.strategy}" if report.strategy else ""
     return f"Rank {world.rank} of {world.size} ({host}){strategy}: {done}, simulated alone"
@@ -150,8 +150,8 @@ def _coordinates(mesh: Mesh | None) -> list[str]:
         return []
     lines = ["", "Coordinates"]
     for axis in mesh.active():
-        ranks, local = mesh.ranks(axis), max(mesh.world.local_size, 1)
-        hosts = len({rank // local for rank in ranks})
+        ranks = mesh.ranks(axis)
+        hosts = len(hosts_of(mesh.world, ranks))
         with_whom = f"ranks {_shown([*ranks])}, on {hosts} host{'' if hosts == 1 else 's'}"
         lines.append(f"  {axis:<14}{mesh.place(axis):>6} of {mesh.size(axis):<6}  {with_whom}")
     return lines
@@ -232,9 +232,9 @@ def find_contradictions(accelerator: Accelerator, mesh: Mesh, loaders: Sequence[
 
 
 def _hosts(mesh: Mesh) -> list[str]:
-    local, found = max(mesh.world.local_size, 1), list[str]()
+    local, found = mesh.world.local_size, list[str]()
     for axis in mesh.active(*_WITHIN_A_HOST):
-        hosts = sorted({rank // local for rank in mesh.ranks(axis)})
+        hosts = hosts_of(mesh.world, mesh.ranks(axis))
         if len(hosts) > 1:
             found.append(
                 f"{axis}_size={mesh.size(axis)}: the group of this rank lies on {len(hosts)} hosts of {local} "

@@ -111,7 +111,7 @@ class PretendedRun:
 
     def _reducer(self, *args: Any) -> PretendedReducer:
         reducer = PretendedReducer(*args)
-        self.memory.gathered(reducer.buffers)
+        self.memory.tracker.count(reducer.buffers, "gathered")
         return reducer
 
     def _preparing(self, prepare: Callable[..., object]) -> Callable[..., object]:
@@ -151,7 +151,7 @@ class PretendedRun:
         """Count a collective, whose result may be gradients."""
         name = self.collectives.record(func, args)
         if name == "reduce-scatter" and func.namespace == "c10d":
-            self.memory.gradients(tree_leaves(args[0]))
+            self.memory.tracker.count(tree_leaves(args[0]), "gradients")
 
     def drawn(self, func: Operator) -> None:
         """Record an operation whose number of random draws depends on missing values."""
