@@ -40,11 +40,9 @@ def page(content: Document | None = None) -> str:
 _BROWSERS: Final = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",
     "brave-browser",
-)  # fmt: skip
-_APPLICATIONS: Final = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
-)
+)  # fmt: skip
 #: The size of a picture in pixels.
 WIDTH: Final = 1440
 _SECONDS: Final = 60
@@ -90,9 +88,7 @@ def csv_text(run: RunFiles) -> str:
 
 def find_browser() -> str | None:
     """Return the program of a browser that can draw without a screen, or None."""
-    found = (shutil.which(name) for name in _BROWSERS)
-    here = (path for path in _APPLICATIONS if Path(path).is_file())
-    return next((path for path in found if path), None) or next(here, None)
+    return next(filter(None, map(shutil.which, _BROWSERS)), None)
 
 
 def picture(html: str, target: Path, *, theme: str = "light") -> None:

@@ -12,6 +12,7 @@ loop.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,15 +51,12 @@ def peak_flops_of(device_name: str) -> float | None:
 
 def host_memory_bytes() -> int:
     """Return the bytes of memory used by this process; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(ImportError):  # Windows
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * resource.getpagesize()
-    with contextlib.suppress(ImportError):
-        import resource
-        import sys
-
+        with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            return pages * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return 0
