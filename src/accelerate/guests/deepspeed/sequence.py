@@ -31,11 +31,6 @@ class Architecture(Protocol):
     num_key_value_heads: int
 
 
-def deepspeed_config_of(config: ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return ``config`` if it selects DeepSpeed's sequence parallelism, else None."""
-    return config if config is not None and config.sp_enabled and config.sp_backend == "deepspeed" else None
-
-
 def check(config: ParallelismConfig, model: torch.nn.Module, *, even_batches: bool) -> None:
     """Raise, before anything is changed, if the heads of ``model`` can't be sharded as ``config`` says.
 

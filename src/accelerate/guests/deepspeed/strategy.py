@@ -167,7 +167,9 @@ class DeepSpeed(Strategy):
 
     @property
     def _parts(self) -> ParallelismConfig | None:
-        return sequence.deepspeed_config_of(self.options.plugins.parallelism)
+        """The configuration of parallelism if it selects DeepSpeed's sequence parallelism, else None."""
+        config = self.options.plugins.parallelism
+        return config if config is not None and config.sp_enabled and config.sp_backend == "deepspeed" else None
 
     @property
     def _ranks_per_sequence(self) -> int:
