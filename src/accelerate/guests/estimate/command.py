@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -200,7 +199,3 @@ def _layouts(args: argparse.Namespace) -> list[Layout]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate estimate-memory`` and return its exit code."""
     return run_command(estimate_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +176,3 @@ def settings_of(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate plan`` and return its exit code."""
     return run_with_script_arguments(plan_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -103,7 +103,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(monitor_command_parser(), arguments)
     except KeyboardInterrupt:
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

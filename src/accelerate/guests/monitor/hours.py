@@ -10,7 +10,6 @@ import argparse
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,7 +276,3 @@ def _row(seconds: float, wall: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate report`` and return its exit code."""
     return run_command(report_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

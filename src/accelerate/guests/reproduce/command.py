@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,7 +156,3 @@ def _start(update: int | None, project: Path, run: RecordedRun) -> Entry | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate reproduce`` and return its exit code."""
     return run_with_script_arguments(reproduce_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

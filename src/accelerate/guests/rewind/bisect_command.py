@@ -158,7 +158,3 @@ def _numbers(values: Mapping[str, float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate bisect`` and return its exit code."""
     return run_with_script_arguments(bisect_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +103,3 @@ def replay_command(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate replay`` and return its exit code."""
     return run_with_script_arguments(replay_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
