@@ -171,6 +171,9 @@ def _row_hashes(tensor: torch.Tensor) -> bytes:
     return b"".join(hashlib.sha256(memoryview(row)).digest() for row in rows.numpy())
 
 
+# --------------------------------------------------------------------------------------------------
+# The file of fingerprints
+
 #: The file is ``{logging_dir}/fingerprints.jsonl``; the monitor of a run reads it too.
 _NAME: Final = "fingerprints"
 

@@ -270,6 +270,9 @@ class _Reduction:
         output.copy_(total.view_as(output) + 0.0 if self._is_first else torch.zeros_like(output))
 
 
+# --------------------------------------------------------------------------------------------------
+# The strategies
+
 #: Along these, ranks compute tokens of the same samples.
 _TOKENS = tuple(axis for axis in TOKEN_AXES if axis not in DATA_AXES)
 

@@ -192,6 +192,10 @@ GROUPS: Final = (
 )
 
 
+# --------------------------------------------------------------------------------------------------
+# The questions of `accelerate config`
+
+
 def ask(questions: Questionnaire, machine: str) -> bool:
     """Ask whether DeepSpeed is used on this type of ``machine``, and for its options; return whether it is."""
     if not questions.uses("DEEPSPEED", "an engine that shards and offloads; a package"):

@@ -196,6 +196,10 @@ GROUPS: Final = (
 )
 
 
+# --------------------------------------------------------------------------------------------------
+# The questions of `accelerate config`
+
+
 def ask(questions: Questionnaire, machine: str) -> bool:
     """Ask whether Megatron-LM is used on this type of ``machine``, and for its options; return whether it is."""
     if not (questions.advanced and machine == "MULTI_GPU" and questions.uses("MEGATRON_LM")):

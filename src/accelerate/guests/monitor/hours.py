@@ -219,6 +219,9 @@ def _line(text: bytes) -> Line | None:
         return None
 
 
+# --------------------------------------------------------------------------------------------------
+# The command `accelerate report`
+
 _DESCRIPTION = (
     "Say where the hours of a run went: steps, waiting for data, saving, starting, repeated steps after a "
     "restart, and the time until it. A run keeps a ledger if it is started with `accelerate launch --monitor`, or its "

@@ -435,6 +435,9 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+# --------------------------------------------------------------------------------------------------
+# The name, tags and note of a run, given by its script or on its page
+
 #: The file of edited notes, beside the script's own logs. The last line counts.
 FILE: Final = "notes.jsonl"
 

@@ -165,6 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Do nothing, because requests aren't worth a line in the terminal."""
 
 
+# --------------------------------------------------------------------------------------------------
+# The page of a run that `accelerate launch --monitor` starts
+
 _FOLDERS: Final = "runs"
 #: How long to wait until an open page has requested the end of the run; it sends one request per second.
 _LAST_SECONDS: Final = 2.5

@@ -138,6 +138,9 @@ def standing_out(ranks: Iterable[Rank], now: float) -> dict[int, str]:
     return {rank: ", ".join(listed) for rank, listed in reasons.items()}
 
 
+# --------------------------------------------------------------------------------------------------
+# The document of a run
+
 #: The maximum number of points sent per curve, about one per pixel.
 MAX_POINTS: Final = 600
 #: The maximum number of ranks with separate lines; more are drawn as minimum, median and maximum.

@@ -115,6 +115,9 @@ class StepTimer:
         self.seconds, self.wait_seconds, self.updates, self.samples = 0.0, None, 0, 0.0
 
 
+# --------------------------------------------------------------------------------------------------
+# The utilization of a device
+
 #: The minimum time between readings, below which the resolution of the clocks distorts the result.
 _FEWEST_SECONDS: Final = 0.05
 

@@ -239,6 +239,10 @@ def without_others(make_reducer: Callable[..., object]) -> Iterator[None]:
         yield
 
 
+# --------------------------------------------------------------------------------------------------
+# The gradient reduction of DistributedDataParallel
+
+
 @final
 class PretendedReducer:
     """A reducer like torch's: it averages a bucket when all of its parameters have gradients."""

@@ -92,6 +92,9 @@ def num_bytes_of(tensors: Iterable[object]) -> int:
     return sum(part.numel() * part.element_size() for part in parts.values())
 
 
+# --------------------------------------------------------------------------------------------------
+# The samples that a rank reads
+
 _NUM_SHOWN: Final = 3
 
 

@@ -218,6 +218,9 @@ def _files(files: list[WrittenFile], saves: list[str], *, has_manifest: bool) ->
     return lines
 
 
+# --------------------------------------------------------------------------------------------------
+# Settings that can't work at the size of a job, but do on a few ranks
+
 #: Axes whose ranks communicate within each layer, for which only the links of one host are fast enough.
 _WITHIN_A_HOST: Final = ("sp", "tp")
 
@@ -282,6 +285,10 @@ def _data(number: int, loader: LoaderShare) -> list[str]:
             "a smaller batch_size, or fewer data-parallel ranks."
         )
     return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoint files that a rank would write, computed without writing them
 
 
 @final

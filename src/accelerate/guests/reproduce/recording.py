@@ -121,6 +121,9 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
+# --------------------------------------------------------------------------------------------------
+# The hooks of a run
+
 _log = logging.getLogger(__name__)
 #: Fingerprints are recorded at each power of two, and every so many updates.
 EVERY: Final = 100

@@ -161,6 +161,9 @@ def _changes_of_files(folder: Path, entry: Mapping[str, Any]) -> list[str] | Non
     return [f"{folder}: {problem}" for problem in found]
 
 
+# --------------------------------------------------------------------------------------------------
+# The differences between two launches that may be why their results differ
+
 _WHAT: Final = {
     "code": "the code",
     "inputs": "a file that the command names",

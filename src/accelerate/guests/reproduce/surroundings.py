@@ -146,6 +146,9 @@ def script_of(words: Sequence[str]) -> Path | None:
     return Path(words[0]) if words and words[0] not in ("", "-m") else None
 
 
+# --------------------------------------------------------------------------------------------------
+# Packages, variables, machine, seeds and data
+
 #: Variables of others that change results, by their beginning.
 _PREFIXES: Final = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "DNNL_", "ONEDNN_", "ATEN_CPU_CAPABILITY",

@@ -234,6 +234,10 @@ def _difference(one: Update, other: Update, rank: int) -> tuple[int, Finding] | 
     return None
 
 
+# --------------------------------------------------------------------------------------------------
+# Whether a replay is equal to its run: logged numbers, fingerprints and checkpoints
+
+
 @final
 class Compared(NamedTuple):
     """A number, fingerprint or checkpoint that is in a replay and in its run.
