@@ -42,11 +42,9 @@ from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .settings.option import options_of
 from .state import AcceleratorState
-from .training import elastic_batch
-from .training.accumulation import GradientState, WindowContext
-from .training.named_models import NamedWindows
+from .training.accumulation import GradientState, NamedWindows, WindowContext
 from .training.oom_retry import ComputeLoss, MicroBatches, Work
-from .training.open_window import OpenWindow
+from .training.open_window import OpenWindow, global_batch_info, restore_accumulation
 from .training.optimizer import AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler, check_mode
 from .training.window_weights import WindowWeights
@@ -1598,7 +1596,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
             participants=participants,
             safe_serialization=safe_serialization,
             details={
-                "pace": elastic_batch.global_batch_info(self.world, self._dataloaders, self.gradient_state),
+                "pace": global_batch_info(self.world, self._dataloaders, self.gradient_state),
                 "reduction_orders": parallel.reduction_orders(self._wrapped_models),
                 **recorded,
                 **(details or {}),
@@ -1725,7 +1723,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         return str(loaded.folder)
 
     def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_batch: bool) -> None:
-        elastic_batch.restore_accumulation(
+        restore_accumulation(
             loaded, self.world, self._dataloaders, self.gradient_state, self._open_window, keep_global_batch=keep_batch
         )
         recorded = {} if loaded.manifest is None else loaded.manifest.details

@@ -74,7 +74,7 @@ def state_of(optimizer: Any) -> list[Any]:
 def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[Any, ...]:
     """Goes on to the end of the epoch; samples, optimizer as loaded, the next epoch's samples, what was said, steps."""
     notes = Notes()
-    logging.getLogger("accelerate.training.elastic_batch").addHandler(notes)
+    logging.getLogger("accelerate.training.open_window").addHandler(notes)
     accelerator, model, optimizer, loader = objects(steps)
     set_seed(accelerator.process_index + 100)  # nothing but the checkpoint is known
     accelerator.load_state(folder, keep_global_batch=keep)

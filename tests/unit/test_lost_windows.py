@@ -9,7 +9,7 @@ import pytest
 from accelerate import PartialState
 from accelerate.checkpointing import LoadedCheckpoint
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.training import elastic_batch
+from accelerate.training import open_window
 from accelerate.training.accumulation import GradientState
 from tests.multi.test_main_only import Messages
 from tests.ranks import run_on_ranks
@@ -41,7 +41,7 @@ def gone_on(before: dict[str, Any], had_window: bool, lost: str | None, steps: i
     loaded = LoadedCheckpoint("ck", 6, manifest, had_open_window=had_window)
     loader = type("Loader", (), {"total_batch_size": 4})()
     window = cast(Any, Window(gradient_state, lost))
-    elastic_batch.restore_accumulation(
+    open_window.restore_accumulation(
         loaded, cast(Any, World()), [loader], gradient_state, window, keep_global_batch=False
     )
     return gradient_state.step, messages.about("micro-batches are lost")

@@ -21,8 +21,7 @@ from ..distributed.world import World
 from ..errors import CollectiveError, PreparationError, UnequalTensors
 from ..logging import MultiProcessAdapter, get_logger
 from ..nested import honor_type, rebuild_mapping
-from ..training.accumulation import GradientState
-from ..training.running_loaders import RunningLoader
+from ..training.accumulation import GradientState, RunningLoader
 from .sampling import BatchCoverage, rows_to_keep
 
 if TYPE_CHECKING:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..nested import recursively_apply
-from ..torch_private.modules import found_inf_by_device, has_stepped, scaler_decides
+from ..torch_private.modules import (
+    found_inf_by_device,
+    has_scaled_gradients,
+    has_stepped,
+    loss_scale,
+    scaler_decides,
+    step_again,
+)
 from .accumulation import GradientState
-from .scaler_update import update_now, update_once
 
 T = TypeVar("T")
 Closure = Callable[[], Any]
@@ -175,10 +182,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         assert scaler is not None, "chosen only with a scaler"
         self._updates.count = 0
         if self.gradient_state.update_scaler is not None and has_stepped(scaler, self.optimizer):
-            update_now(scaler, self.gradient_state)  # a second step without a backward in between
+            _update_scaler_now(scaler, self.gradient_state)  # a second step without a backward in between
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
-        update_once(scaler, self.gradient_state)
+        _update_scaler_once(scaler, self.gradient_state)
         self._num_updates += self._updates.count
         if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False
@@ -330,3 +337,57 @@ def _place_state(optimizer: torch.optim.Optimizer, device: torch.device | None) 
             stays = name == "step" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
             if isinstance(value, torch.Tensor) and not stays:
                 state[name] = value.to(device if device and parameter.device.type == "meta" else parameter.device)
+
+
+# -- the gradient scaler's update --------------------------------------------------------------------------
+#
+# It comes once, after the step of the last optimizer of a window. `scaler.update()` clears the unscaled state of all
+# optimizers, and may change the scale. Between the steps of two optimizers, it would make the second one's gradients
+# unscaled twice, or by a wrong scale. So the update waits while another optimizer has gradients that no step has used,
+# or a window is open. It comes at the latest before the next backward (a GAN's discriminator has gradients of the
+# generator's loss, which no step ever uses).
+
+
+def _update_scaler_once(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> None:
+    """Update ``scaler`` after an optimizer's step; if others still have to step, before the next backward."""
+    waits = gradient_state.has_unfinished()
+    if scaler.is_enabled() and (waits or next(_waiting(scaler, gradient_state), None) is not None):
+        gradient_state.update_scaler = partial(_update_between_windows, scaler, gradient_state)
+    else:
+        gradient_state.update_scaler = None
+        scaler.update()
+
+
+def _update_scaler_now(scaler: torch.amp.GradScaler, gradient_state: GradientState) -> None:
+    """Update ``scaler``, and convert gradients that no step has used to the new scale."""
+    gradient_state.update_scaler = None
+    unused = list(_waiting(scaler, gradient_state))
+    before = loss_scale(scaler)
+    stages = [has_scaled_gradients(scaler, optimizer) for optimizer, _ in unused]
+    scaler.update()
+    for (_, gradient), is_scaled in zip(unused, stages, strict=True):
+        factor = loss_scale(scaler) / before if is_scaled else loss_scale(scaler)
+        local: Any = getattr(gradient, "to_local", None)
+        (gradient if local is None else local()).mul_(factor.to(gradient.device))
+
+
+def _update_between_windows(scaler: torch.amp.GradScaler, gradient_state: GradientState, before_backward: bool) -> None:
+    if not gradient_state.has_unfinished(before_backward=before_backward):
+        _update_scaler_now(scaler, gradient_state)
+    elif before_backward:  # it adds scaled gradients also for optimizers that have stepped
+        for prepared in gradient_state.scaled_optimizers:
+            if prepared.scaler is scaler and has_stepped(scaler, prepared.optimizer):
+                step_again(scaler, prepared.optimizer)
+
+
+def _waiting(
+    scaler: torch.amp.GradScaler, gradient_state: GradientState
+) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
+    """Iterate over the optimizers that haven't stepped since the last update of ``scaler``, with their gradients."""
+    for prepared in gradient_state.scaled_optimizers:
+        optimizer = prepared.optimizer
+        if prepared.scaler is scaler and not has_stepped(scaler, optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        yield optimizer, parameter.grad

@@ -17,8 +17,7 @@ from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError
 from ..logging import MultiProcessAdapter, get_logger
 from ..torch_private.modules import scale_each
-from .accumulation import GradientState
-from .named_models import NamedWindows, WindowKey, overlap
+from .accumulation import GradientState, NamedWindows, WindowKey, overlap
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
