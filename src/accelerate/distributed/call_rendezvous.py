@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypedDict, final
 
 from ..errors import CollectiveError
-from .store_requests import read_if_set
+from .store_requests import delete_keys, read_if_set
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -139,17 +138,14 @@ class CallParticipants:
         coordinator = self._coordinator
         assert coordinator is not None
         store, name = coordinator.store, self._names[0]
-        found: list[str] = []
 
-        def is_published() -> bool:
-            outcome = read_if_set(store, f"{name}/outcome")
-            if outcome is None and _first_kept(store, name) <= _number_of(name):
-                return False
-            found.append(outcome or _FORGOTTEN)
-            return True
+        def look() -> str | None:
+            found = read_if_set(store, f"{name}/outcome")
+            if found is None and _first_kept(store, name) <= _number_of(name):
+                return None
+            return found or _FORGOTTEN
 
-        coordinator.wait_for(is_published)  # rank 0 notifies when it has set it
-        outcome = json.loads(found[0])
+        outcome = json.loads(coordinator.wait_for(look) or _FORGOTTEN)  # rank 0 notifies when it has set it
         if outcome["error"]:
             raise CollectiveError(f"rank 0: {outcome['error']}")
         return outcome["identity"]
@@ -208,65 +204,52 @@ class CallRendezvous:
     # -- rank 0 --------------------------------------------------------------------------------------------
 
     def _await_others(self, operation: str, key: str, names: tuple[str, ...], grace_seconds: float) -> bool:
-        start, has_warned = time.monotonic(), False
-        watch = self._coordinator.watch
+        """Return whether every other rank comes to this call; if so, none of them can withdraw."""
+        coordinator, watch = self._coordinator, self._coordinator.watch
+        others = range(1, coordinator.size)
         is_watched = watch is not None and watch.sees_backward
-        arrived_late = key in self._alone and self._arrived_late(self._alone[key])
-        waits_for_all = key in self._together or arrived_late
-        limit = self._coordinator.timeout.total_seconds() if waits_for_all else grace_seconds
+        waits_for_all = key in self._together or (key in self._alone and self._arrived_late(self._alone[key]))
+        limit = coordinator.timeout.total_seconds() if waits_for_all else grace_seconds
         if not is_watched:
             limit = min(limit, UNWATCHED_SECONDS)
         if key in self._alone and not waits_for_all:
             limit = 0.0
-        next_check, pause = start + _CHECK_SECONDS, _SHORTEST_PAUSE_SECONDS
-        next_look = start + pause
-        while True:
-            number = self._coordinator.num_notifications(_ARRIVALS)
-            if self._have_all_arrived(names):
+        next_check, has_warned = _CHECK_SECONDS, False
+
+        def gives_up(waited_seconds: float) -> bool:
+            nonlocal next_check, has_warned
+            if waited_seconds >= limit or coordinator.absence_reasons(others):
                 return True
-            with self._coordinator.listen(_ARRIVALS, number) as arrival:
-                while True:
-                    now = time.monotonic()
-                    if now - start >= limit or (now >= next_look and self._is_any_rank_absent()):
-                        return self._have_all_arrived(names)
-                    if now >= next_look:
-                        pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.5)
-                        next_look = time.monotonic() + pause
-                    if now >= next_check:
-                        if self._coordinator.stuck_in_torch(range(1, self._coordinator.size)):
-                            return self._have_all_arrived(names)  # there they wait for this rank
-                        next_check = time.monotonic() + _CHECK_SECONDS
-                    if not (is_watched or has_warned) and now - start >= _WARNING_SECONDS:
-                        has_warned = True
-                        logger.warning(_still_waiting(operation, limit))
-                    if arrival.is_over(max(0.0, min(next_look, start + limit) - now)):
-                        break
-                    if self._have_all_arrived(names):
-                        return True
-
-    def _have_all_arrived(self, names: tuple[str, ...]) -> bool:
-        """Return whether every other rank is at this call; if so, none of them can withdraw."""
-        coordinator = self._coordinator
-
-        def claim() -> bool:
-            for name in names:
-                if coordinator.store.add(f"{name}/arrived", 0) >= coordinator.size - 1:
-                    if coordinator.store.add(f"{name}/arrived", _CLAIM) - _CLAIM >= coordinator.size - 1:
-                        return True
-                    coordinator.store.add(f"{name}/arrived", -_CLAIM)  # one has just withdrawn
+            if waited_seconds >= next_check:
+                next_check = waited_seconds + _CHECK_SECONDS
+                if coordinator.stuck_in_torch(others):  # there they wait for this rank
+                    return True
+            if not (is_watched or has_warned) and waited_seconds >= _WARNING_SECONDS:
+                has_warned = True
+                logger.warning(_still_waiting(operation, limit))
             return False
 
-        return coordinator.request(claim)
+        def pause(waited_seconds: float) -> float:
+            return min(
+                max(_SHORTEST_PAUSE_SECONDS, min(_LONGEST_PAUSE_SECONDS, waited_seconds / 2)), limit - waited_seconds
+            )
+
+        return coordinator.wait_for(lambda: self._claim(names), gives_up, pause, _ARRIVALS) is not None
+
+    def _claim(self, names: tuple[str, ...]) -> bool | None:
+        """Return True if every other rank is at this call, else None; if so, none of them can withdraw."""
+        store, num_others = self._coordinator.store, self._coordinator.size - 1
+        for name in names:
+            if store.add(f"{name}/arrived", 0) >= num_others:
+                if store.add(f"{name}/arrived", _CLAIM) - _CLAIM >= num_others:
+                    return True
+                store.add(f"{name}/arrived", -_CLAIM)  # one has just withdrawn
+        return None
 
     def _arrived_late(self, names: tuple[str, ...]) -> bool:
-        coordinator = self._coordinator
-        return any(
-            coordinator.request(lambda n=n: coordinator.store.add(f"{n}/arrived", 0)) >= coordinator.size - 1
-            for n in names
-        )
-
-    def _is_any_rank_absent(self) -> bool:
-        return bool(self._coordinator.absence_reasons(range(1, self._coordinator.size)))
+        """Return whether all ranks have come to the call of these names, which rank 0 made alone."""
+        store, num_others = self._coordinator.store, self._coordinator.size - 1
+        return self._coordinator.request(lambda: any(store.add(f"{name}/arrived", 0) >= num_others for name in names))
 
     def _begin_call(self, keys: list[str]) -> tuple[str, ...]:
         """Return the names of rank 0's next call, and delete the oldest call's keys from the store."""
@@ -282,11 +265,8 @@ class CallRendezvous:
                 base, _, number = name.rpartition("/")
                 if self._counts[base] > int(number) + 1:
                     coordinator.publish(f"{base}/first", str(int(number) + 1))
-                for key in ("arrived", "decision", "outcome"):
-                    try:
-                        coordinator.request(lambda key=f"{name}/{key}": coordinator.store.delete_key(key))
-                    except CollectiveError:
-                        return names  # a store that can't delete, such as a file
+                old = [f"{name}/{key}" for key in ("arrived", "decision", "outcome")]
+                coordinator.request(lambda old=old: delete_keys(coordinator.store, *old))
         return names
 
     # -- the others ----------------------------------------------------------------------------------------
@@ -295,17 +275,17 @@ class CallRendezvous:
         """Wait until rank 0 has decided about this call; skip earlier ones that it made alone."""
         coordinator = self._coordinator
         names = {base: self._next(base) for base in keys}
-        found: list[CallParticipants] = []
+        arrived_at: set[str] = set()
+        reasons: dict[int, str] = {}  # why rank 0 can't come
 
-        def decided() -> bool:
+        def look() -> CallParticipants | None:
             for base in keys:
                 self._skip_deleted(base, names, arrived_at)
                 while text := read_if_set(coordinator.store, f"{names[base]}/decision"):
                     decision: _Decision = json.loads(text)
                     is_this = decision["all"] or decision["moment"] == moment
                     if is_this and self._withdraw_elsewhere(names, decision, arrived_at):
-                        found.append(self._participants_of(decision, names[base]))
-                        return True
+                        return self._participants_of(decision, names[base])
                     if is_this:
                         break  # rank 0 has claimed this rank at another of these names
                     if names[base] in arrived_at:
@@ -316,15 +296,16 @@ class CallRendezvous:
                     arrived_at.add(names[base])
                     if coordinator.store.add(f"{names[base]}/arrived", 1) == coordinator.size - 1:
                         coordinator.announce(_ARRIVALS)
-            return False
+            return None
 
-        def reason_to_stop() -> str | None:
-            where = coordinator.absence_reasons([0]).get(0)
-            return None if where is None else _rank_0_is_absent(operation, coordinator.rank, where)
+        def gives_up(_: float) -> bool:
+            reasons.update(coordinator.absence_reasons([0]))
+            return bool(reasons)
 
-        arrived_at: set[str] = set()
-        coordinator.wait_for(decided, reason_to_stop)
-        return found[0]
+        found = coordinator.wait_for(look, gives_up)
+        if found is None:
+            raise CollectiveError(_rank_0_is_absent(operation, coordinator.rank, reasons[0]))
+        return found
 
     def _skip_deleted(self, base: str, names: dict[str, str], arrived_at: set[str]) -> None:
         """Advance ``names`` past calls whose keys rank 0 has deleted, to one still undecided."""

@@ -457,7 +457,7 @@ class Coordinator:
     # -- notifications -------------------------------------------------------------------------------------
 
     def notify(self, channel: str) -> None:
-        """Make the ranks waiting on ``channel`` check their condition again."""
+        """Make the ranks that wait on ``channel`` look again."""
         self.request(lambda: self.announce(channel))
 
     def announce(self, channel: str) -> None:
@@ -475,32 +475,40 @@ class Coordinator:
         """Start waiting for the notification after the first `number` ones; for a `with` statement."""
         return self.waits.start(f"{channel}/notifications/{number + 1}", given_up=_OPEN)
 
-    def wait_for(self, ready: Callable[[], bool], reason_to_stop: Callable[[], str | None] = lambda: None) -> None:
-        """Wait until ``ready()`` is true, which only a notification can change; this isn't a numbered operation.
+    def wait_for(
+        self,
+        look: Callable[[], Response | None],
+        gives_up: Callable[[float], bool] = lambda _: False,
+        pause: Callable[[float], float] | None = None,
+        channel: str = "calls",
+    ) -> Response | None:
+        """Wait for a result of ``look()``, which only a notification can change; this isn't a numbered operation.
 
         Any thread may call it.
 
+        Args:
+            gives_up: returns whether there will be no result, after so many seconds of waiting; then return None.
+            pause: returns the seconds until the next question to ``gives_up``, after so many seconds of waiting.
+
         Raises:
-            CollectiveError: ``reason_to_stop()`` returned why it never will be true, or the timeout has passed.
+            CollectiveError: the timeout has passed.
         """
-        start, pause = time.monotonic(), CHECK_SECONDS / 4
+        start, pause = time.monotonic(), pause or self._pause_seconds
+        next_question = start + min(CHECK_SECONDS / 4, pause(0.0))
         while True:
-            number = self.num_notifications("calls")
-            if self.request(ready):
-                return
-            with self.listen("calls", number) as notification:
-                while True:
-                    reason = reason_to_stop()
-                    if reason is not None and not self.request(ready):
-                        raise CollectiveError(reason)
-                    if time.monotonic() - start > self.timeout.total_seconds():
+            number = self.num_notifications(channel)
+            if (found := self.request(look)) is not None:
+                return found
+            with self.listen(channel, number) as notification:
+                while not notification.is_over(max(0.0, next_question - time.monotonic())):
+                    waited = time.monotonic() - start
+                    is_over = gives_up(waited)
+                    if (found := self.request(look)) is not None or is_over:
+                        return found
+                    if waited > self.timeout.total_seconds():
                         raise CollectiveError(self._too_late())
-                    if notification.is_over(pause):
-                        self._values_of(notification)
-                        break
-                    pause = self._pause_seconds(time.monotonic() - start)
-                    if self.request(ready):
-                        return
+                    next_question = time.monotonic() + pause(waited)
+                self._values_of(notification)
 
     def absence_reasons(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return why those of ``ranks`` that can't make this rank's call can't.
@@ -570,18 +578,19 @@ class Coordinator:
         key = f"{self.number}/{self.operation}/failure"
         if self._published_number != self.number:
             self._publish_operation()
-        if self.request(lambda: self.store.add(f"{key}/examined", 1)) > 1:
-            with self.waits.start(key) as wait:
-                found = self._values_of(wait)[0] if wait.is_over(2 * seconds) else ""
-            return Verdict.of(found) if found not in ("", _OPEN) else None
-        until, pause = time.monotonic() + seconds, max(0.02, self.size / _RANKS_PER_SECOND)
-        while True:
-            is_last = time.monotonic() >= until or not self._absent()  # asked first: a rank may publish in between
-            if (verdict := self._find_conflict()) is not None or is_last:
-                break
-            time.sleep(pause)
-        self.publish(key, _OPEN if verdict is None else verdict.encoded())
-        return verdict
+        is_first = self.request(lambda: self.store.add(f"{key}/examined", 1)) == 1
+        nothing = Verdict("late", self.rank)
+
+        def find(waited_seconds: float) -> Verdict | None:
+            if not is_first:
+                return None
+            is_last = not self._absent()  # asked first: a rank may publish in between
+            return self._find_conflict() or (nothing if is_last else None)
+
+        pause = max(0.02, self.size / _RANKS_PER_SECOND)
+        value = self._wait_for_value(key, find, lambda _: pause if is_first else seconds, (2 - is_first) * seconds)
+        verdict = Verdict.of(value)
+        return None if verdict.kind == "late" else verdict
 
     def _states(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
         """Return the last published state of the given ranks, or of all."""
