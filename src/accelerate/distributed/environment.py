@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 from ..errors import WorldError
@@ -66,10 +67,7 @@ def _torch_variables(environ: Environment) -> ProcessIdentity | None:
     return _checked_identity(
         environ,
         "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        ("RANK", rank),
-        ("WORLD_SIZE", size),
-        ("LOCAL_RANK", local_rank),
-        ("LOCAL_WORLD_SIZE", local_size),
+        {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size},
     )
 
 
@@ -97,30 +95,15 @@ def _lsf(environ: Environment) -> ProcessIdentity | None:
     hosts = environ.get("LSB_HOSTS", "").split()
     if len(set(hosts)) > 1 and hosts.count(hosts[0]) == 1:
         hosts = hosts[1:]  # the launch node takes one slot and runs no rank
-    size = _number(environ, "JSM_NAMESPACE_SIZE")
-    local_rank = _number(environ, "JSM_NAMESPACE_LOCAL_RANK")
-    return _checked_identity(
-        environ,
-        "LSF",
-        ("JSM_NAMESPACE_RANK", _number(environ, "JSM_NAMESPACE_RANK")),
-        ("JSM_NAMESPACE_SIZE", size),
-        ("JSM_NAMESPACE_LOCAL_RANK", local_rank),
-        (
-            "JSM_NAMESPACE_LOCAL_SIZE",
-            _number(environ, "JSM_NAMESPACE_LOCAL_SIZE", max(1, size // max(1, len(set(hosts))))),
-        ),
-        address=hosts[0] if hosts else None,
-        job=environ["LSB_JOBID"],
-    )
+    values = _numbers(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK")
+    local_size = max(1, values["JSM_NAMESPACE_SIZE"] // max(1, len(set(hosts))))
+    values["JSM_NAMESPACE_LOCAL_SIZE"] = _number(environ, "JSM_NAMESPACE_LOCAL_SIZE", local_size)
+    return _checked_identity(environ, "LSF", values, address=hosts[0] if hosts else None, job=environ["LSB_JOBID"])
 
 
-def _open_mpi(environ: Environment) -> ProcessIdentity | None:
-    return _mpi(environ, "Open MPI", "OMPI_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-
-
-def _mvapich(environ: Environment) -> ProcessIdentity | None:
-    """Read the variables of MVAPICH; it may use MPICH's process manager, so it comes before MPICH."""
-    return _mpi(environ, "MVAPICH", "MV2_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+def _open_mpi(environ: Environment, name: str = "Open MPI", prefix: str = "OMPI_COMM_WORLD_") -> ProcessIdentity | None:
+    """Read the variables of Open MPI, or of another MPI with these names."""
+    return _mpi(environ, name, *(prefix + word for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
 def _mpich(environ: Environment) -> ProcessIdentity | None:
@@ -130,32 +113,23 @@ def _mpich(environ: Environment) -> ProcessIdentity | None:
     """
     if _given(environ, "PMI_RANK") and not _given(environ, "MPI_LOCALRANKID") and _given(environ, "SLURM_LOCALID"):
         return None
-    return _mpi(environ, "MPICH", "", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _mpi(environ, "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def _mpi(
-    environ: Environment, name: str, prefix: str, rank: str, size: str, local_rank: str, local_size: str
-) -> ProcessIdentity | None:
-    rank, size, local_rank, local_size = (prefix + word for word in (rank, size, local_rank, local_size))
+def _mpi(environ: Environment, name: str, *names: str) -> ProcessIdentity | None:
+    """Read the variables of these names: the rank, the size, the local rank and the local size."""
+    rank, size, local_rank, _ = names
     if not (_given(environ, rank) or _given(environ, size)):
         return None
-    num_processes = _number(environ, size)
-    if num_processes == 1 and not _given(environ, local_rank):
-        return _checked_identity(environ, name, (rank, 0), (size, 1), (local_rank, 0), (local_size, 1))
-    return _checked_identity(
-        environ,
-        name,
-        (rank, _number(environ, rank)),
-        (size, num_processes),
-        (local_rank, _number(environ, local_rank)),
-        (local_size, _number(environ, local_size)),
-    )
+    if _number(environ, size) == 1 and not _given(environ, local_rank):
+        return _checked_identity(environ, name, dict(zip(names, (0, 1, 0, 1), strict=True)))
+    return _checked_identity(environ, name, _numbers(environ, *names))
 
 
 def _slurm(environ: Environment) -> ProcessIdentity | None:
     """Read the variables of an srun task; return None in an allocation's shell and in the batch script."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if not (_given(environ, "SLURM_PROCID") and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+    if not (_given(environ, "SLURM_PROCID") and is_task(environ)):
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if _given(environ, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     size = _number(environ, size_name, 1)
@@ -164,14 +138,12 @@ def _slurm(environ: Environment) -> ProcessIdentity | None:
     counts = expand_task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
     node = _number(environ, "SLURM_NODEID", 0)
     hosts = expand_host_list(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
-    local_rank = _number(environ, "SLURM_LOCALID")
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+    local_size = counts[node] if node < len(counts) else local_rank + 1
     return _checked_identity(
         environ,
         "Slurm",
-        ("SLURM_PROCID", _number(environ, "SLURM_PROCID")),
-        (size_name, size),
-        ("SLURM_LOCALID", local_rank),
-        ("SLURM_STEP_TASKS_PER_NODE", counts[node] if node < len(counts) else local_rank + 1),
+        {"SLURM_PROCID": rank, size_name: size, "SLURM_LOCALID": local_rank, "SLURM_STEP_TASKS_PER_NODE": local_size},
         address=hosts[0] if hosts else None,
         job=environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID")),
         step=int(step),
@@ -183,7 +155,7 @@ DETECTORS: Final[tuple[Callable[[Environment], ProcessIdentity | None], ...]] = 
     _torch_variables,
     _lsf,
     _open_mpi,
-    _mvapich,
+    partial(_open_mpi, name="MVAPICH", prefix="MV2_COMM_WORLD_"),  # it may use MPICH's process manager
     _mpich,
     _slurm,
 )
@@ -244,6 +216,10 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def _numbers(environ: Environment, *names: str) -> dict[str, int]:
+    return {name: _number(environ, name) for name in names}
+
+
 def _family(name: str) -> str:
     for prefix in ("OMPI", "MV2", "PMI", "MPI", "SLURM", "JSM"):
         if name.startswith(prefix + "_"):
@@ -264,16 +240,18 @@ def _shown(environ: Environment, *names: str) -> str:
 def _checked_identity(
     environ: Environment,
     name: str,
-    rank: tuple[str, int],
-    size: tuple[str, int],
-    local_rank: tuple[str, int],
-    local_size: tuple[str, int],
+    values: Mapping[str, int],
     *,
     address: str | None = None,
     job: str | None = None,
     step: int = 0,
 ) -> ProcessIdentity:
-    """Make the identity from (variable, value) pairs; raise WorldError if they contradict each other."""
+    """Make the identity; raise WorldError if its values contradict each other.
+
+    Args:
+        values: rank, size, local rank and local size, in this order, by the variables that say so.
+    """
+    rank, size, local_rank, local_size = values.items()
     for (rank_name, number), (count_name, count) in ((rank, size), (local_rank, local_size)):
         if number >= count:
             raise WorldError(
@@ -285,16 +263,10 @@ def _checked_identity(
             f"{local_size[0]}={local_size[1]} and {size[0]}={size[1]} contradict each other: one host can't hold more "
             "processes than the world. Correct the launcher's numbers."
         )
-    return ProcessIdentity(
-        rank[1],
-        size[1],
-        local_rank[1],
-        local_size[1],
-        _address(environ, name, size[1], local_size[1], address),
-        _port(environ, job, step),
-        name,
-        _number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-    )
+    address = _address(environ, name, size[1], local_size[1], address)
+    attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    numbers = (rank[1], size[1], local_rank[1], local_size[1])
+    return ProcessIdentity(*numbers, address, _port(environ, job, step), name, attempt)
 
 
 def _address(environ: Environment, name: str, size: int, local_size: int, known: str | None) -> str:
