@@ -268,6 +268,7 @@ class GradientState:
     #: Whether ``zero_grad`` would lose gradients that the current window still needs. Loops call it after the step or
     #: before the forward; before the forward of a window's last micro-batch, the earlier ones' gradients are needed.
     protects_gradients: bool
+    is_xla_gradients_synced: bool  # the XLA gradients of this window have been reduced already
     plugin_kwargs: dict[str, Any]
     loaders: RunningLoaders
     #: The number of ``step`` calls of prepared optimizers, without those inside an incomplete window.
@@ -297,7 +298,7 @@ class GradientState:
         gradient_state.protects_gradients = False
         gradient_state.plugin_kwargs = gradient_accumulation_plugin.to_kwargs() if gradient_accumulation_plugin else {}
         gradient_state.loaders = RunningLoaders()
-        gradient_state._is_xla_gradients_synced = False
+        gradient_state.is_xla_gradients_synced = False
         gradient_state._windows = {}
         gradient_state._window = None
         gradient_state._restored_count = 0
@@ -311,7 +312,6 @@ class GradientState:
         GradientState._newest = weakref.ref(gradient_state)
         return gradient_state
 
-    _is_xla_gradients_synced: bool
     _num_backwards: int
     _windows: dict[Hashable, _Window]
     _window: _Window | None  # the current one; None if `advance` doesn't decide what synchronises
@@ -352,15 +352,6 @@ class GradientState:
     def sync_each_batch(self) -> bool:
         """Whether gradients are reduced in every micro-batch (less memory, more communication)."""
         return self.plugin_kwargs.get("sync_each_batch", False)
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether the XLA gradients of this window have been reduced already."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, value: bool) -> None:
-        self._is_xla_gradients_synced = value
 
     # -- the count -------------------------------------------------------------------------------------
 

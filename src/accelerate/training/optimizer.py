@@ -55,6 +55,18 @@ class _Updates:
         self.count += 1
 
 
+def _of_inner(name: str, text: str) -> Any:
+    """Return a property that reads and writes an attribute of the wrapped optimizer."""
+
+    def read(prepared: AcceleratedOptimizer) -> object:
+        return getattr(prepared.optimizer, name)
+
+    def write(prepared: AcceleratedOptimizer, value: object) -> None:
+        setattr(prepared.optimizer, name, value)
+
+    return property(read, write, doc=text)
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer wrapper that steps only when gradients are synchronised.
 
@@ -236,32 +248,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # -- the inner optimizer's interface -------------------------------------------------------------------
 
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The inner optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, object]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, object]) -> None:
-        self.optimizer.defaults = defaults
+    state: defaultdict[torch.Tensor, Any] = _of_inner("state", "The inner optimizer's state.")
+    param_groups: list[dict[str, Any]] = _of_inner("param_groups", "The inner optimizer's parameter groups.")
+    defaults: dict[str, Any] = _of_inner("defaults", "The inner optimizer's defaults.")
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add ``param_group`` to the inner optimizer."""
