@@ -50,7 +50,7 @@ def wait_for_everyone(world: World | None = None) -> None:
 def main_process_first(world: World | None = None) -> Generator[None]:
     """Enter a context that rank 0 runs before the others. If it fails there, the others still run it."""
     here = world_or_joined(world)
-    with _first_rank_first(here, "main_process_first", 0):
+    with _after(None if here.is_main else 0, "main_process_first", here, is_awaited=here.is_main):
         yield
 
 
@@ -58,43 +58,34 @@ def main_process_first(world: World | None = None) -> Generator[None]:
 def local_main_process_first(world: World | None = None) -> Generator[None]:
     """Enter a context that the first process of every host runs before the others of its host."""
     here = world_or_joined(world)
-    with _first_rank_first(here, "local_main_process_first", here.rank - here.local_rank):
+    first = None if here.is_local_main else here.rank - here.local_rank
+    with _after(first, "local_main_process_first", here, is_awaited=here.is_local_main):
         yield
-
-
-@contextmanager
-def _first_rank_first(world: World, operation: str, first_rank: int) -> Generator[None]:
-    if world.size == 1:
-        yield
-        return
-    coordinator = coordinator_of(world, operation)
-    done = f"{coordinator.begin(operation)}/done/{first_rank}"
-    if world.rank != first_rank:
-        coordinator.wait_for_key(done, setter=first_rank)
-        yield
-        return
-    try:
-        yield
-    finally:
-        # Set in any case: an error is raised on this rank, and the others continue.
-        coordinator.set_key(done)
 
 
 @contextmanager
 def in_order(world: World | None = None) -> Generator[None]:
     """Enter a context that the processes run one after another in rank order, even if one fails."""
     here = world_or_joined(world)
-    if here.size == 1:
+    with _after(None if here.is_main else here.rank - 1, "in_order", here, is_awaited=not here.is_last):
+        yield
+
+
+@contextmanager
+def _after(before: int | None, operation: str, world: World, *, is_awaited: bool) -> Generator[None]:
+    """Enter a context after rank `before` has left its own; the end of an awaited one releases the others."""
+    if world.size == 1:
         yield
         return
-    coordinator = coordinator_of(here, "in_order")
-    number = coordinator.begin("in_order")
-    if here.rank > 0:
-        coordinator.wait_for_key(f"{number}/done/{here.rank - 1}", setter=here.rank - 1)
+    coordinator = coordinator_of(world, operation)
+    name = f"{coordinator.begin(operation)}/done"
+    if before is not None:
+        coordinator.wait_for_key(f"{name}/{before}", setter=before)
     try:
         yield
     finally:
-        coordinator.set_key(f"{number}/done/{here.rank}")
+        if is_awaited:  # also after an error: it is raised on this rank, and the others continue
+            coordinator.set_key(f"{name}/{world.rank}")
 
 
 # -- guards ------------------------------------------------------------------------------------------------
