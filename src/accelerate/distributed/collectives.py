@@ -278,12 +278,8 @@ def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -
         return None
     buffers = message.buffers()
     buffers.pack(leaves)
-    if to is None:
-        _finish(world, _all_gather(buffers.joined, buffers.own, world))
-        return buffers.unpack()
-    parts = list(buffers.joined.chunk(world.size)) if to == world.rank else None
-    _finish(world, dist.gather(buffers.own, parts, dst=_global_rank(to, world), group=world.group, async_op=True))
-    return [] if parts is None else buffers.unpack()
+    _gather_into(buffers.joined, buffers.own, world, to)
+    return buffers.unpack() if to in (None, world.rank) else []
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -294,21 +290,25 @@ def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Ten
     if tensor.ndim == 0:
         tensor = tensor.reshape(1)
     carried = _for_backend(tensor, world)
-    if to is not None and to != world.rank:
-        if carried.numel():
-            _finish(world, dist.gather(carried, None, dst=_global_rank(to, world), group=world.group, async_op=True))
+    if to not in (None, world.rank):
+        _gather_into(carried, carried, world, to)
         return None
     joined = torch.empty(
         (world.size * carried.shape[0], *carried.shape[1:]), dtype=carried.dtype, device=carried.device
     )
-    if joined.numel() == 0:
-        pass  # nothing to gather, on any rank
-    elif to is not None:
-        parts = list(joined.chunk(world.size))
-        _finish(world, dist.gather(carried, parts, dst=_global_rank(to, world), group=world.group, async_op=True))
-    else:
-        _finish(world, _all_gather(joined, carried, world))
+    _gather_into(joined, carried, world, to)
     return _from_backend(joined, tensor)
+
+
+def _gather_into(joined: torch.Tensor, part: torch.Tensor, world: World, to: int | None) -> None:
+    """Gather the parts of all ranks in `joined`, on every rank or on rank `to`; the other ranks don't use it."""
+    if part.numel() == 0:  # on every rank: nothing to gather
+        return
+    if to is None:
+        _finish(world, _all_gather(joined, part, world))
+        return
+    parts = list(joined.chunk(world.size)) if to == world.rank else None
+    _finish(world, dist.gather(part, parts, dst=_global_rank(to, world), group=world.group, async_op=True))
 
 
 def _global_rank(rank: int, world: World) -> int:
