@@ -193,23 +193,27 @@ class Preemption(LoopHook):
             self._take_over()
         gradient_state = self._gradient_state
         loader = gradient_state if loader is None else loader  # a placeholder for loops without a prepared loader
-        backwards, step_calls = gradient_state.num_backwards, gradient_state.num_step_calls
-        has_trained = backwards != self._backwards or step_calls != self._step_calls
+        step_calls = gradient_state.num_step_calls
+        has_trained = gradient_state.num_backwards != self._backwards or step_calls != self._step_calls
         if has_trained:
             self._step_calls = step_calls
             if self._newest is not None and (newest := self._newest()) is not None:
                 self._training_loaders.add(newest)
             if len(gradient_state.loaders.references) > 1:  # their batches were trained on together
                 self._training_loaders.update(gradient_state.loaders.all())
-        if backwards != self._backwards:
-            self._backwards, self._batches = backwards, 0
-        else:
-            self._batches += 1
         if self._newest is None or self._newest() is not loader:
             self._newest = weakref.ref(loader)
-        self._agreement.passed = point = (self._loops, backwards, self._batches)
+        point = self._pass_point()
         if self._agreement.is_asked:
             self._stop_if_agreed(point, loader, begins, has_trained)
+
+    def _pass_point(self) -> Point:
+        """Count a point, publish it as this loop's last one, and return it."""
+        backwards = self._gradient_state.num_backwards
+        self._batches = self._batches + 1 if backwards == self._backwards else 0
+        self._backwards = backwards
+        self._agreement.passed = point = (self._loops, backwards, self._batches)
+        return point
 
     def asks_to_end(self) -> bool:
         """Return whether the run should end, for scripts that end it themselves; each call passes a point."""
@@ -219,10 +223,7 @@ class Preemption(LoopHook):
             if self._loops or self._batches:  # a newer Accelerator's loop has taken over
                 return False
             self._take_over()
-        backwards = self._gradient_state.num_backwards
-        self._batches = self._batches + 1 if backwards == self._backwards else 0
-        self._backwards = backwards
-        self._agreement.passed = point = (self._loops, backwards, self._batches)
+        point = self._pass_point()
         if self._agreement.is_asked:
             self.is_over = self._are_all_at(point)
             if self.is_over:
