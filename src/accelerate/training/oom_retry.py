@@ -190,12 +190,11 @@ class MicroBatches:
             ) from error
 
     def _run_new(self, work: Work) -> torch.Tensor:
-        attempt = self._attempt_together if self._aborts_together else self._attempt_locally
         for model in work.models:
             self._retry.check_parts(model)
             self._retry.sync_buffers(model)
         with self._local_gradients(work.models):
-            while (loss := attempt(work)) is None:
+            while (loss := self._attempt(work)) is None:
                 self._split_further(work.largest)
         if work.synchronises:
             for model in work.models:
@@ -213,30 +212,20 @@ class MicroBatches:
                 held.enter_context(self._retry.local_gradients(model))
             yield
 
-    def _attempt_locally(self, work: Work) -> torch.Tensor | None:
-        """Accumulate the gradients and return the loss; if memory ran out here, restore the state and return None."""
-        before = _Snapshot(self._retry, work.models)
-        try:
-            before.copy()
-            return work.run(self._parts(work))
-        except Exception as error:  # raised again unless memory ran out
-            if not should_reduce_batch_size(error):
-                before.restore()
-                raise
-        # Outside the handler, because inside it the traceback still refers to the tensors of the failed attempt.
-        before.restore()
-        return None
+    def _attempt(self, work: Work) -> torch.Tensor | None:
+        """Accumulate the gradients and return the loss; if memory ran out, restore the state and return None.
 
-    def _attempt_together(self, work: Work) -> torch.Tensor | None:
-        """Accumulate the gradients and return the loss; if any rank ran out of memory, restore all and return None."""
+        If forwards communicate, memory counts as exhausted on all ranks once it is on one.
+        """
         before = _Snapshot(self._retry, work.models)
 
         def compute() -> torch.Tensor:
             before.copy()
             return work.run(self._parts(work))
 
+        run = CoordinatedPass(self._retry.world).run if self._aborts_together else _run_alone
         try:
-            loss = CoordinatedPass(self._retry.world).run(compute)
+            loss = run(compute)
         except Exception:  # raised again, after the pass has been undone
             before.restore()
             raise
@@ -261,6 +250,16 @@ class MicroBatches:
             self.num_parts,
             main_process_only=False,
         )
+
+
+def _run_alone(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Return the result of ``compute``, or None if memory ran out; then no traceback refers to its tensors any more."""
+    try:
+        return compute()
+    except Exception as error:  # raised again unless memory ran out
+        if not should_reduce_batch_size(error):
+            raise
+    return None
 
 
 @final
