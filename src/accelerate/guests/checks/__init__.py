@@ -48,13 +48,13 @@ class Checks(LoopHook):
 
     def check_hardware(self, every: int, action: Literal["raise", "warn"]) -> None:
         """Start hardware checks, which replace earlier ones; 0 ends them."""
-        run = self._run()
-        if not every or run is None:
-            self.free_memory()
-            return
-        from .hardware_check import check_hardware
+        run, ends = self._run(), list[Callable[[], None]]()
+        if every and run is not None:
+            from .hardware_check import check_hardware
 
-        check_hardware(run.strategy, run._wrapped_models, run._optimizers, every, action, self._ends, self.free_memory)
+            ends = check_hardware(run.strategy, run._wrapped_models, run._optimizers, every, action)
+        self.free_memory()
+        self._ends = ends
 
 
 def compare(run: Accelerator, action: Literal["warn", "raise", "no"]) -> None:

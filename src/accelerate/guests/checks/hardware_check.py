@@ -59,15 +59,11 @@ def check_hardware(
     optimizers: Sequence[AcceleratedOptimizer],
     every: int,
     action: Literal["raise", "warn"],
-    ends: list[Callable[[], None]],
-    end_earlier: Callable[[], None],
-) -> None:
-    """Check the first and then each ``every``-th update of each of ``optimizers``, instead of earlier checks.
+) -> list[Callable[[], None]]:
+    """Check the first and then each ``every``-th update of each of ``optimizers``; return what ends these checks.
 
     Args:
         models: the prepared models.
-        ends: the list to which functions that end these checks are appended.
-        end_earlier: calls the functions in ``ends``.
 
     Raises:
         SettingError: the options or the run don't allow the check.
@@ -86,7 +82,6 @@ def check_hardware(
         raise SettingError(f"{asked}: there is nothing to check yet. Call it after prepare(model, optimizer).")
     if any(map(has_compiled_regions, models)):
         raise SettingError(f"{asked}: a compiled model isn't recorded. Leave sdc_check or the compiler out.")
-    end_earlier()
     window, device = optimizers[0].gradient_state, strategy.world.device
     recorders = [PassRecorder(inner, label, window, device) for _, inner, label in unwrapped(models)]
     for recorder in recorders:
@@ -96,19 +91,22 @@ def check_hardware(
                 "after a pass is computed again. Keep its state in numbers, lists, tensors or a random.Random, or "
                 "leave sdc_check out."
             )
+    checks: list[_UpdateCheck] = []
     for number, optimizer in enumerate(optimizers):
         owner = f" of optimizer {number}" if len(optimizers) > 1 else ""
-        check = _UpdateCheck(optimizer, owner, recorders, strategy, every, action)
+        checks.append(_UpdateCheck(optimizer, owner, recorders, strategy, every, action))
         try:
-            check.register()
+            checks[-1].register()
         except AttributeError as error:
-            end_earlier()
+            for check in checks:
+                check.end()
             kind = type(optimizer.optimizer).__name__
             raise SettingError(
                 f"{asked}: {kind} takes no hooks of its step. Call super().__init__() in it, or leave sdc_check out."
             ) from error
-        ends.append(check.end)
+    for check in checks:
         check.arm()
+    return [check.end for check in checks]
 
 
 @final
