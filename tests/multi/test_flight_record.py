@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator
-from accelerate.distributed.failure_hook import FailureHook
 from accelerate.distributed.failures import note_logs
+from accelerate.distributed.flight_record import FailureHook
 from accelerate.distributed.world import leave_world
 from accelerate.torch_private.distributed import flight_records
 from tests.ranks import run_on_ranks
@@ -132,7 +132,7 @@ sys.exit(main())
 #: A launcher stops this rank while it collects.
 STOPPED = """
 import atexit, os, signal, sys, time
-from accelerate.distributed.failure_hook import FailureHook
+from accelerate.distributed.flight_record import FailureHook
 from accelerate.guests.preemption.notices import Notices
 if "notices" in sys.argv:
     assert Notices(("SIGTERM",)).start()

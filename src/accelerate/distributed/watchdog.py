@@ -29,9 +29,8 @@ from ..errors import SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
 from ..wording import by_number, some_ranks
-from .failure_hook import FailureHook
 from .failures import Frame
-from .flight_record import RankRecord, compare, shared_folder, write_own, write_summary
+from .flight_record import FailureHook, RankRecord, compare, shared_folder, write_own, write_summary
 from .store_requests import delete_keys, read_present
 
 if TYPE_CHECKING:

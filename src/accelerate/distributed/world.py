@@ -28,8 +28,8 @@ from ..errors import WorldError
 from ..settings.env import flag, read, snapshot
 from ..torch_private.distributed import forget_comm_hooks
 from . import environment
-from .failure_hook import FailureHook
 from .failures import RECORDS_VARIABLE, forget_end, record_end
+from .flight_record import FailureHook
 from .store_client import Coordinator
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final, final
 
-from ...distributed.failure_hook import FailureHook
+from ...distributed.flight_record import FailureHook
 
 _FILE_SECONDS: Final = 0.5
 _SIGNAL_SECONDS: Final = 60.0
