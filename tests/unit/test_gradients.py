@@ -66,7 +66,7 @@ def test_two_models_of_one_loop_have_windows_of_their_own() -> None:
 def test_two_clocks_do_not_disturb_each_other() -> None:
     first, second = GradientState.create(Plugin(num_steps=2)), GradientState.create(Plugin(num_steps=3))
     first.advance()
-    assert second.count_of(()) == 0 and first.num_steps == 2 and second.num_steps == 3
+    assert second.windows == {} and first.num_steps == 2 and second.num_steps == 3
 
 
 def test_the_bare_constructor_gives_the_newest_clock() -> None:

@@ -469,10 +469,6 @@ class GradientState:
             is_open = count % self.num_steps != 0
             self._windows[key] = _Window(count, not is_open, has_gradients=is_open)
 
-    def count_of(self, key: Hashable) -> int:
-        """Return the number of micro-batches of ``key`` since the last loader ended."""
-        return self._windows[key].count if key in self._windows else 0
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
         self.protects_gradients = not sync_gradients

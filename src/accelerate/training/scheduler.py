@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..distributed.world import current_world
 from ..errors import SettingError
 from ..torch_private.modules import count_step, step_count
 from .accumulation import GradientState
@@ -54,7 +55,9 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state: GradientState = gradient_state or GradientState()
-        self._steps_per_update = 1 if split_batches or mode == "updates" else num_processes or _world_size()
+        world = current_world()
+        num_processes = num_processes or (1 if world is None else world.size)
+        self._steps_per_update = 1 if split_batches or mode == "updates" else num_processes
         # Only a schedule in samples counts micro-batches.
         self._counts_micro_batches = mode != "updates"
 
@@ -105,10 +108,3 @@ class AcceleratedScheduler:
         if name == "scheduler":  # while unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
-
-
-def _world_size() -> int:
-    from ..distributed.world import current_world
-
-    world = current_world()
-    return 1 if world is None else world.size
