@@ -92,13 +92,10 @@ class Mesh:
 
     def place(self, *axes: str) -> int:
         """Return this rank's coordinate along ``axes``: its index among the ranks that differ only along these."""
-        return self._place_of(self.world.rank, axes)
-
-    def _place_of(self, rank: int, axes: Iterable[str]) -> int:
-        chosen, stride, factor, number = set(axes), 1, 1, 0
+        stride, factor, number = 1, 1, 0
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
-            if axis in chosen:
-                number += rank // stride % degree * factor
+            if axis in axes:
+                number += self.world.rank // stride % degree * factor
                 factor *= degree
             stride *= degree
         return number

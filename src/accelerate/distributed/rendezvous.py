@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import logging
 import os
 import socket
@@ -84,7 +85,7 @@ def form_group(
             raise
         raise WorldError(
             f"The process group of {identity.size} processes with backend {backend!r} couldn't be made: {error} "
-            f"(this is rank {identity.rank}; they meet at {_address_of(identity, init_method)})."
+            f"(this is rank {identity.rank}; they meet at {init_method or f'{identity.address}:{identity.port}'})."
         ) from error
     # If a rank connected and ended at once, gloo would fail in the ranks that are still connecting to it.
     with contextlib.suppress(RuntimeError):  # one of them failed, or rank 0 did: the next call finds out
@@ -278,7 +279,8 @@ def _resolve_address(identity: ProcessIdentity, wait_limit: timedelta, source: s
 def _unreachable(
     identity: ProcessIdentity, wait_limit: timedelta, source: str, keeps_store: bool, error: Exception
 ) -> str:
-    if keeps_store and _is_in_use(error):
+    text = str(error)
+    if keeps_store and ("EADDRINUSE" in text or "address already in use" in text.lower()):
         return (
             f"Port {identity.port} of this host is in use by another program, or by another rank 0 "
             f"({source}). Choose another with MASTER_PORT, "
@@ -292,15 +294,6 @@ def _unreachable(
         f"{wait_limit.total_seconds():.0f} s ({source}). Check that rank 0 runs, the address is rank 0's host as seen "
         f"from here, and no firewall closes the port. torch says: {error}"
     )
-
-
-def _is_in_use(error: Exception) -> bool:
-    text = str(error)
-    return "EADDRINUSE" in text or "address already in use" in text.lower()
-
-
-def _address_of(identity: ProcessIdentity, init_method: str | None) -> str:
-    return init_method or f"{identity.address}:{identity.port}"
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------
@@ -331,14 +324,6 @@ class _Member:
     rank: int
     size: int
     who: str  # host and process, for messages
-
-    @classmethod
-    def of(cls, text: str) -> _Member:
-        rank, size, who = text.split("|", 2)
-        return cls(int(rank), int(size), who)
-
-    def text(self) -> str:
-        return f"{self.rank}|{self.size}|{self.who}"
 
 
 def agree_on_name(store: Store, identity: ProcessIdentity, wait_limit: timedelta) -> str:
@@ -388,7 +373,7 @@ def _enter(store: Store, identity: ProcessIdentity, number: int) -> bool:
     place = store.add(f"world_{number}/num_members", 1)
     if place > _CLOSED:
         return False
-    store.set(f"world_{number}/member/{place}", _Member(identity.rank, identity.size, _process_here()).text())
+    store.set(f"world_{number}/member/{place}", json.dumps([identity.rank, identity.size, _process_here()]))
     return True
 
 
@@ -475,9 +460,9 @@ class _OwnWorld:
         if waits and keys:
             with self._waits.start(*keys) as wait:
                 if wait.is_over(max(1.0, self._deadline - time.monotonic())):
-                    return [_Member.of(text) for text in wait.response()]
+                    return [_Member(*json.loads(text)) for text in wait.response()]
         found = read_present(self._store, keys)
-        return [_Member.of(text) for text in found.values() if text]
+        return [_Member(*json.loads(text)) for text in found.values() if text]
 
     def _newer(self) -> str:
         if self._store.add("num_worlds", 0) == self._number:
