@@ -6,8 +6,7 @@ same bits. The user's code computes the loss; only its gradient with respect to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from ...distributed.random import capture_rng_states, restore_rng_states
@@ -277,8 +277,12 @@ class PassRecorder:
             forward.state.put_back()
         restore_rng_states(forward.streams)
         enabled, dtype = forward.autocast
-        with self._buffers(forward.buffers), torch.autocast(self._device.type, dtype, enabled):
-            return list(find_tensors(self.model(*forward.args, **forward.kwargs)))
+        # Copies replace the buffers, because graphs may refer to these.
+        own = dict(self.model.named_buffers())
+        buffers = {name: value.to(own[name].device, copy=True) for name, value in forward.buffers.items()}
+        with torch.autocast(self._device.type, dtype, enabled):
+            found = functional_call(self.model, buffers, forward.args, forward.kwargs, tie_weights=False)
+        return list(find_tensors(found))
 
     def _backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> int:
         number: list[int] = []
@@ -290,21 +294,6 @@ class PassRecorder:
             torch.autograd.grad(outputs, trained, gradients, retain_graph=True, allow_unused=True)
         self._gradients.setdefault(number[0], {})
         return number[0]
-
-    @contextmanager
-    def _buffers(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Enter a context in which copies of ``values`` replace the buffers, because graphs may refer to these."""
-        places: list[tuple[nn.Module, str, torch.Tensor]] = []
-        for name, value in values.items():
-            owner, _, own = name.rpartition(".")
-            module = self.model.get_submodule(owner)
-            places.append((module, own, module._buffers[own]))  # pyright: ignore[reportArgumentType]
-            module._buffers[own] = value.to(places[-1][2].device, copy=True)
-        try:
-            yield
-        finally:
-            for module, own, buffer in places:
-                module._buffers[own] = buffer
 
     def _named(
         self, numbers: Sequence[int], outputs: Mapping[int, Checksums], gradients: Mapping[int, Checksums]
