@@ -129,7 +129,7 @@ class MicroBatches:
         self._aborts_together = retry.mode is RetryMode.TOGETHER
         self.num_parts: int = 1
         self._num_updates = 0
-        self._known = _KnownShapes()
+        self._known: list[Shapes] = []  # the largest shapes that are known to fit
         self._watch = _ShapeComparison(retry.world)
 
     def backward(self, work: Work, *, num_parts: int = 1, always_careful: bool = False) -> torch.Tensor:
@@ -147,7 +147,7 @@ class MicroBatches:
         work = replace(work, size=_size_of(work.batch))
         self.num_parts = max(self.num_parts, num_parts)
         shapes = _shapes_of(work.batch)
-        is_new = always_careful or not self._known.cover(shapes)
+        is_new = always_careful or not any(_covers(known, shapes) for known in self._known)
         largest = max(work.size, self.num_parts) if self._communicates else work.size
         if self._aborts_together and (self._watch.is_on or always_careful):
             is_surprise = is_new and not always_careful and bool(self._known)
@@ -160,7 +160,7 @@ class MicroBatches:
         else:
             loss = self._run_new(work)
             if self._num_updates:  # before the first update, there is no optimizer state yet
-                self._known.add(shapes)
+                self._known = [known for known in self._known if not _covers(shapes, known)] + [shapes]
         self._num_updates += work.synchronises
         return loss
 
@@ -321,29 +321,6 @@ class _ShapeComparison:
         self._varies |= bool(surprise)
         self._num_quiet = 0 if new else self._num_quiet + 1
         return bool(new), num_parts, size
-
-
-@final
-class _KnownShapes:
-    """The largest shapes that are known to fit."""
-
-    def __init__(self) -> None:
-        self._largest: list[Shapes] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._largest)
-
-    def cover(self, shapes: Shapes) -> bool:
-        """Return whether a batch of at least this shape has been computed before."""
-        return any(_covers(known, shapes) for known in self._largest)
-
-    def add(self, shapes: Shapes) -> None:
-        """Record that a batch of ``shapes`` fits."""
-        self._largest = [known for known in self._largest if not _covers(shapes, known)] + [shapes]
-
-    def clear(self) -> None:
-        """Forget all shapes."""
-        self._largest = []
 
 
 def _size_of(batch: object) -> int:
