@@ -162,12 +162,10 @@ class CallRendezvous:
         self._alone: dict[str, tuple[str, ...]] = {}  # by call stack: the last call that rank 0 made alone
         self._calls_in_store: deque[tuple[str, ...]] = deque()  # rank 0's, the oldest first
 
-    def find_participants(
-        self, operation: str, target: str = "", *, moment: str = "", grace_seconds: float = GRACE_SECONDS
-    ) -> CallParticipants:
+    def find_participants(self, operation: str, target: str = "", *, moment: str = "") -> CallParticipants:
         """Find out which ranks make this call now.
 
-        Rank 0 waits for the others if they came the last time, and up to ``grace_seconds`` at a new call stack. It
+        Rank 0 waits for the others if they came the last time, and for a moment at a new call stack. It
         doesn't wait if it was alone the last time, or if another rank can no longer come (it has ended, or waits in a
         collective). The others wait for rank 0.
 
@@ -183,7 +181,7 @@ class CallRendezvous:
         if self._coordinator.rank:
             return self._wait_for_decision(operation, keys, moment)
         names, key = self._begin_call(keys), keys[0]
-        has_all = self._await_others(operation, key, names, grace_seconds)
+        has_all = self._await_others(operation, key, names)
         is_first = not has_all and key not in self._alone
         participants = CallParticipants(has_all, True, is_first, self._coordinator, names, moment)
         if has_all:
@@ -203,13 +201,13 @@ class CallRendezvous:
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _await_others(self, operation: str, key: str, names: tuple[str, ...], grace_seconds: float) -> bool:
+    def _await_others(self, operation: str, key: str, names: tuple[str, ...]) -> bool:
         """Return whether every other rank comes to this call; if so, none of them can withdraw."""
         coordinator, watch = self._coordinator, self._coordinator.watch
         others = range(1, coordinator.size)
         is_watched = watch is not None and watch.sees_backward
         waits_for_all = key in self._together or (key in self._alone and self._arrived_late(self._alone[key]))
-        limit = coordinator.timeout.total_seconds() if waits_for_all else grace_seconds
+        limit = coordinator.timeout.total_seconds() if waits_for_all else GRACE_SECONDS
         if not is_watched:
             limit = min(limit, UNWATCHED_SECONDS)
         if key in self._alone and not waits_for_all:
