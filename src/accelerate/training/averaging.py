@@ -63,8 +63,12 @@ class WeightAverage:
         named = [(name, p) for name, p in held.named_parameters() if p.is_floating_point()]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._is_sharded = any(isinstance(p, DTensor) for p in self._parameters) or _is_flat(held)
-        self._averages = [_widened(local) for local in self._local_parameters()]
+        is_flat = any(isinstance(module, FullyShardedDataParallel) for module in held.modules())
+        self._is_sharded = is_flat or any(isinstance(p, DTensor) for p in self._parameters)
+        # In float32, or in the parameter's own dtype if that is wider.
+        self._averages = [
+            local.to(torch.promote_types(local.dtype, torch.float32), copy=True) for local in self._local_parameters()
+        ]
         self._is_writer = is_writer
         self._collected: dict[str, torch.Tensor] | None = None
         self._is_applied = False
@@ -172,15 +176,6 @@ class WeightAverage:
                 average.copy_(local)
             self._put(own)
         self.num_updates = int(state_dict["num_updates"])
-
-
-def _widened(local: torch.Tensor) -> torch.Tensor:
-    """Return a copy in float32, or in the parameter's own dtype if that is wider."""
-    return local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
-
-
-def _is_flat(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _free_gathered(model: torch.nn.Module) -> None:
