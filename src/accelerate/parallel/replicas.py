@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..distributed.random import synchronize_rng_state
+from ..distributed.world import World
 from ..errors import PreparationError
 from ..nested import recursively_apply
 from ..torch_private.fsdp import sharded_parameters
@@ -180,15 +181,13 @@ def make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
         if tensor.is_meta:
             continue
         if not isinstance(tensor, DTensor):
-            _broadcast(tensor.detach(), world.group, world.device)
+            broadcast(tensor.detach(), world.group, world.device)
             continue
         has_replicas = not any(neighbours.issuperset(axis) for axis in sharded_axes(tensor))
         for axis in mesh.active("dp_replicate", *(("tp",) if has_replicas else ())):
-            _broadcast(local_tensor(tensor.detach()), mesh.group(axis), world.device)
+            broadcast(local_tensor(tensor.detach()), mesh.group(axis), world.device)
     if mesh.active("tp"):
-        synchronize_rng_state("torch", world=mesh.within("tp"))
-        if world.kind.name != "cpu":
-            synchronize_rng_state(world.kind.name, world=mesh.within("tp"))
+        synchronize_streams_of_torch(mesh.within("tp"))
 
 
 def _refuse_different_shapes(named: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> None:
@@ -223,8 +222,15 @@ def _refuse_different_shapes(named: Sequence[tuple[str, torch.Tensor]], mesh: Me
         )
 
 
-def _broadcast(tensor: torch.Tensor, group: Any, device: torch.device) -> None:
-    """Broadcast ``tensor`` from the first rank of ``group`` (None: all processes)."""
+def synchronize_streams_of_torch(world: World) -> None:
+    """Give the ranks of ``world`` the same states of torch's random number streams; a collective."""
+    for name in dict.fromkeys(("torch", world.kind.name)):
+        if name != "cpu":
+            synchronize_rng_state(name, world=world)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Broadcast ``tensor`` from the first rank of ``group`` (None: all processes), by way of ``device``."""
     if tensor.numel():
         there = tensor.to(device).contiguous()
         dist.broadcast(there, 0 if group is None else dist.get_global_rank(group, 0), group)

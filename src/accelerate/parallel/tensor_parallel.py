@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, final
 
 import torch
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..distributed.mesh import Mesh
-from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
@@ -40,6 +38,7 @@ from ..training.open_window import GradientHolder
 from .base import StrategyOptions
 from .gradients import PlainGradients
 from .rebind import canonical_name
+from .replicas import broadcast, synchronize_streams_of_torch
 from .sharded_strategy import ShardedState, ShardedStrategy, outer_units
 from .state import ModelState
 
@@ -222,18 +221,13 @@ def placements_of(tensor: torch.Tensor) -> tuple[Placement, ...]:
 
 def _broadcast_replicated(model: torch.nn.Module, world: World) -> None:
     """Make replicated parameters, buffers, their gradients and random states equal on all tensor-parallel ranks."""
-    source = dist.get_global_rank(world.group, 0) if world.group is not None else 0
     for tensor in [*model.parameters(), *model.buffers()]:
         if not isinstance(tensor, DTensor):
-            if tensor.numel() and not tensor.is_meta:
-                moved = tensor.detach().to(world.device)
-                dist.broadcast(moved, source, world.group)
-                tensor.detach().copy_(moved)
+            if not tensor.is_meta:
+                broadcast(tensor.detach(), world.group, world.device)
         elif tensor.requires_grad and all(placement.is_replicate() for placement in tensor.placements):
             tensor.register_post_accumulate_grad_hook(_reduce_partial_gradient)
-    synchronize_rng_state("torch", world=world)
-    if world.kind.name != "cpu":
-        synchronize_rng_state(world.kind.name, world=world)
+    synchronize_streams_of_torch(world)
 
 
 def _reduce_partial_gradient(parameter: torch.Tensor) -> None:

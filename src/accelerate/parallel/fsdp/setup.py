@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -20,6 +20,7 @@ from ...settings.labels import DistributedType
 from ...torch_private.modules import takes_data_of
 from ...versions import is_torch_version
 from ..base import Strategy
+from ..replicas import broadcast
 
 logger: MultiProcessAdapter = get_logger(__name__)
 #: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
@@ -122,23 +123,15 @@ def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) 
 
     A collective.
     """
-    first = 0 if world.group is None else dist.get_global_rank(world.group, 0)
-    for tensor in _unsharded_tensors(model):
-        move_tensor(tensor, world.device)
-        if tensor.numel():
-            dist.broadcast(tensor.detach(), first, world.group)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor):
+            move_tensor(tensor, world.device)
+            broadcast(tensor.detach(), world.group, world.device)
     if mesh.ndim == 1:
         return
-    group = mesh.get_group(0)
-    source = dist.get_global_rank(group, 0)
     for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
-            continue
-        local = parameter.to_local().detach()
-        moved = local.to(world.device)
-        dist.broadcast(moved, source, group)
-        if moved is not local:
-            local.copy_(moved)
+        if isinstance(parameter, DTensor):
+            broadcast(parameter.to_local().detach(), mesh.get_group(0), world.device)
 
 
 def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: Callable[[], bool]) -> None:
@@ -155,12 +148,3 @@ def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: C
 
     for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():
         parameter.register_post_accumulate_grad_hook(average)
-
-
-def _unsharded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):
-            yield parameter
-    for buffer in model.buffers():
-        if not isinstance(buffer, DTensor):
-            yield buffer

@@ -41,6 +41,7 @@ from ..gradient_norm import clip_sharded_grad_value, local_tensor, norm_dtype, s
 from ..gradients import ShardedGradients
 from ..matrix_optimizer import step_on_whole_matrices
 from ..rebind import parameters_by_name
+from ..replicas import broadcast
 from ..state import ModelState
 from ..tensor_parallel import parallelize, placements_of
 from .partition import Stage, choose_split_points, drop_other_stages, split_into_stages
@@ -210,7 +211,9 @@ class PipelineStrategy(Strategy, ABC):
             self._recompute_chosen(mine, model, self.options.plugins.recompute)
         for number, stage in mine.items():
             move_in_place(stage, self.world.device)
-            _broadcast_to_replicas(stage, self.mesh.within("dp_replicate"))
+            if self.mesh.active("dp_replicate"):
+                for tensor in {id(tensor): tensor for tensor in _tensors(stage)}.values():
+                    broadcast(local_tensor(tensor.detach()), self.mesh.group("dp_replicate"), self.world.device)
             _apply_precision(precision, stage, is_last=number == len(stages) - 1)
         dynamo = self.options.plugins.dynamo
         if dynamo is not None and self.shards and dynamo.backend != DynamoBackend.NO:
@@ -480,15 +483,6 @@ def _gradient_placed_like(parameter: Any) -> torch.Tensor:
     if gradient is None or placements_of(gradient) == placements_of(parameter):
         return torch.zeros_like(parameter) if gradient is None else gradient
     return gradient.redistribute(placements=parameter.placements)  # an embedding's, where ranks have part of the tokens
-
-
-def _broadcast_to_replicas(stage: nn.Module, replicas: World) -> None:
-    """Broadcast the tensors of ``stage`` from its first replica to the others."""
-    if replicas.size == 1:
-        return
-    source = 0 if replicas.group is None else dist.get_global_rank(replicas.group, 0)
-    for tensor in {id(tensor): tensor for tensor in _tensors(stage)}.values():
-        dist.broadcast(local_tensor(tensor.detach()), source, replicas.group)
 
 
 def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> None:
