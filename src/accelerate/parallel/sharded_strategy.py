@@ -27,7 +27,7 @@ from ..training.oom_retry import Retryable, snapshot_gradients
 from .base import Clipping, Strategy, StrategyOptions
 from .compile import uncompiled
 from .fsdp.state import checkpoint_state_of
-from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
+from .gradient_norm import clip_sharded_grad_norm
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name, inner_optimizer
 from .replicas import ReplicaGradients, backward_on_all, is_averaged
@@ -101,10 +101,6 @@ class ShardedStrategy(Strategy, ABC):
         """Scale the gradients to a global norm of at most ``clipping.max_norm``; a collective."""
         self._require_gradients(parameters)
         return clip_sharded_grad_norm(parameters, *clipping, self.world.device)
-
-    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        clip_sharded_grad_value(parameters, clip_value)
 
 
 class ShardedState(ModelState[Owner], ABC):
