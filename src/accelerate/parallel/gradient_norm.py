@@ -11,35 +11,42 @@ on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.distributed.tensor.placement_types import Replicate
 
 from ..devices.table import widest_float
 from ..torch_private.modules import norm_of_each, scale_each
 
 #: The process groups over which a gradient is sharded; empty: it is replicated on every rank.
 Axes = tuple[Any, ...]
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
 
 def shard_and_groups(gradient: torch.Tensor) -> tuple[torch.Tensor, Axes]:
     """Return this rank's shard of ``gradient``, and the groups over which it is sharded."""
     if not isinstance(gradient, DTensor):
         return gradient, ()
-    mesh, placements = gradient.device_mesh, gradient.placements
-    if any(isinstance(placement, Partial) for placement in placements):
-        gradient = _added_up(gradient)
-        placements = gradient.placements
-    axes = tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
-    return gradient.to_local(), axes
+    gradient, mesh = _without_partial(gradient), gradient.device_mesh
+    axes = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return gradient.to_local(), tuple(map(mesh.get_group, axes))
 
 
-def _added_up(gradient: DTensor) -> DTensor:
-    """Return ``gradient`` with partial placements reduced; a collective."""
-    placements = [Replicate() if isinstance(placement, Partial) else placement for placement in gradient.placements]
+def reduce_partial_gradient(parameter: torch.Tensor) -> None:
+    """Sum the gradient of ``parameter`` over the ranks that have parts of the sum; a collective."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and (reduced := _without_partial(gradient)) is not gradient:
+        parameter.grad = reduced
+
+
+def _without_partial(gradient: DTensor) -> DTensor:
+    """Return ``gradient`` with its partial placements reduced, or itself if it has none."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
     return gradient.redistribute(placements=placements)
 
 
@@ -77,16 +84,20 @@ def _of_nothing(norm_type: float, device: torch.device) -> torch.Tensor:
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of this rank's tensors."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     norms = [
         norm.to(device, widest_float(device))
-        for (_, dtype), same in by_kind.items()
+        for (_, dtype), same in by_device_and_dtype(tensor for tensor in tensors if tensor.numel()).items()
         for norm in norm_of_each(same, norm_type, torch.promote_types(dtype, torch.float32))
     ]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else _of_nothing(norm_type, device)
+
+
+def by_device_and_dtype(tensors: Iterable[AnyTensor]) -> dict[tuple[torch.device, torch.dtype], list[AnyTensor]]:
+    """Return ``tensors`` by device and dtype, each in the given order."""
+    found: dict[tuple[torch.device, torch.dtype], list[AnyTensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found
 
 
 def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
@@ -107,10 +118,7 @@ def scale_to(
             "first loss that isn't finite, or leave error_if_nonfinite out."
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, dtype), same in by_kind.items():
+    for (device, dtype), same in by_device_and_dtype(tensors).items():
         scale_each(same, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
@@ -128,11 +136,9 @@ def clip_sharded_grad_value(parameters: Iterable[torch.Tensor] | torch.Tensor, c
     """Clamp the gradients of ``parameters``, plain or sharded, to [-``clip_value``, ``clip_value``]."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     for parameter in chosen:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
-            gradient = parameter.grad = _added_up(gradient)  # partial values aren't the gradient's elements
-        if gradient is not None:
-            local_tensor(gradient).clamp_(-clip_value, clip_value)
+        reduce_partial_gradient(parameter)  # partial values aren't the gradient's elements
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).clamp_(-clip_value, clip_value)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,14 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -26,7 +26,7 @@ from ..nested import recursively_apply
 from ..torch_private.fsdp import sharded_parameters
 from ..torch_private.modules import call_after_backward, current_backward
 from ..wording import some_ranks
-from .gradient_norm import local_tensor
+from .gradient_norm import by_device_and_dtype, local_tensor, reduce_partial_gradient
 from .layout import sharded_axes
 
 #: The maximum number of elements in one message.
@@ -315,7 +315,7 @@ class ReplicaGradients:
             raise PreparationError(
                 "A gradient is sparse, which isn't averaged beside sharded parameters. Give Embedding(sparse=False)."
             )
-        _reduce_partial(parameter)
+        reduce_partial_gradient(parameter)  # of one that was used on parts of the sequence
         self._queue(parameter)
 
     def _queue(self, _: torch.Tensor) -> None:
@@ -381,20 +381,9 @@ class ReplicaGradients:
             )
 
 
-def _reduce_partial(parameter: torch.Tensor) -> None:
-    """Sum the partial gradients of a DTensor that was used on parts of the sequence."""
-    gradient: Any = parameter.grad
-    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-        placements = [Replicate() if one.is_partial() else one for one in gradient.placements]
-        parameter.grad = gradient.redistribute(placements=placements)
-
-
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Iterate over ``parameters`` in buckets of one device and dtype, each small enough for one message."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for same in by_kind.values():
+    for same in by_device_and_dtype(parameters).values():
         bucket: list[torch.nn.Parameter] = []
         held = 0
         for parameter in same:

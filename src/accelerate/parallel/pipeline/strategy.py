@@ -37,7 +37,7 @@ from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
 from ..fsdp.state import checkpoint_state_of
 from ..fsdp.wrapping import find_wrap_units
-from ..gradient_norm import clip_sharded_grad_value, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
+from ..gradient_norm import by_device_and_dtype, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
 from ..matrix_optimizer import step_on_whole_matrices
 from ..rebind import parameters_by_name
@@ -376,11 +376,8 @@ class PipelineStrategy(Strategy, ABC):
         # The reduction of shards averages them over the replicas.
         if replicas is None or self.shards or not self.averages_replicas:
             return
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(local_tensor(parameter.grad))
-        for gradients in by_dtype.values():
+        own = (local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+        for gradients in by_device_and_dtype(own).values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.mesh.size("dp_replicate"))
             dist.all_reduce(flat, group=replicas)
             parts = flat.split([gradient.numel() for gradient in gradients])
@@ -401,10 +398,6 @@ class PipelineStrategy(Strategy, ABC):
         norm = norm.to(norm_dtype(parameters))
         scale_to(gradients, norm, clipping.max_norm, clipping.error_if_nonfinite)
         return norm
-
-    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        clip_sharded_grad_value(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 
