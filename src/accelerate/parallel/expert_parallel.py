@@ -9,7 +9,7 @@ Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, final
@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..distributed.mesh import TOKEN_AXES, Mesh
+from ..distributed.mesh import Mesh
 from ..errors import PreparationError, SettingError
 from ..modules import replace_tensors
 from ..plugins.parallelism import ExpertParallelConfig
@@ -180,26 +180,3 @@ class _SendTokens(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dispatcher, arriving, leaving = ctx.rest
         return dispatcher.exchange(gradients[0], leaving, arriving), None, None, None
-
-
-# -- gradients ---------------------------------------------------------------------------------------------
-
-
-def average_expert_gradients(modules: Iterable[torch.nn.Module], mesh: Mesh, reduces: Callable[[], bool]) -> None:
-    """Average gradients of otherwise unsharded experts over the ranks that have them, when ``reduces()``."""
-    others = [axis for axis in TOKEN_AXES if axis != "ep"]
-    group, count = mesh.group(*others), mesh.size(*others)
-    if group is None:
-        return
-
-    def average(parameter: torch.Tensor) -> None:
-        gradient: Any = parameter.grad
-        if gradient is not None and reduces():
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(own, group=group)
-            own.div_(count)
-
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average)

@@ -105,7 +105,7 @@ class FlatShard(FSDPStrategy):
         with warnings.catch_warnings():  # torch warns when it changes the user's options
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = self._wrapped(model, ignored)
-        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        average_ignored(ignored, None, self.world.size, lambda: key not in self._unreduced)
         wrapped.__dict__.update(names)
         if callable(getattr(model, "generate", None)):
             wrapped.__dict__["generate"] = _with_full_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]

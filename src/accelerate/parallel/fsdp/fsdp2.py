@@ -6,6 +6,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from ...distributed.mesh import SHARD_AXES
+from ...distributed.mesh import SHARD_AXES, TOKEN_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
 from ...modules import is_sharded
@@ -27,7 +28,7 @@ from ...training.open_window import GradientHolder
 from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
-from ..expert_parallel import average_expert_gradients, shard_experts
+from ..expert_parallel import shard_experts
 from ..gradients import ShardedGradients
 from ..rebind import compile_like_given, inner_optimizer
 from ..replicas import ReplicaGradients, train_in_place
@@ -180,21 +181,21 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         self._units.update(outer_units(model))
         attach_statistics(model)
         replicate_unsharded(model, mesh, self.world)
-        self._average_ignored(model, ignored)
-        average_expert_gradients(left_out, self.mesh, lambda: key not in self._unreduced)
+        self._average_ignored(model, ignored, lambda: key not in self._unreduced)
+        others = [axis for axis in TOKEN_AXES if axis != "ep"]  # over which otherwise unsharded experts are replicated
+        group, size = self.mesh.group(*others), self.mesh.size(*others)
+        if group is not None:
+            average_ignored(left_out, group, size, lambda: key not in self._unreduced)
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
 
-    def _average_ignored(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> None:
+    def _average_ignored(
+        self, model: torch.nn.Module, ignored: list[torch.nn.Module], reduces: Callable[[], bool]
+    ) -> None:
         """Average the gradients of ``ignored`` over the ranks, because ``fully_shard`` doesn't."""
-        key = id(model)
-
-        def reduces() -> bool:
-            return key not in self._unreduced
-
         modules = [module for one in ignored for module in one.modules()]
         sparse = [module for module in modules if getattr(module, "sparse", False)]
-        average_ignored(sparse, self.world, reduces)
+        average_ignored(sparse, None, self.world.size, reduces)
         trained = {id(p) for module in modules for p in module.parameters(recurse=False) if p.requires_grad}
         trained -= {id(p) for module in sparse for p in module.parameters()}
         named = {name: p for name, p in model.named_parameters() if id(p) in trained}

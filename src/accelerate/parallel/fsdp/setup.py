@@ -20,6 +20,7 @@ from ...settings.labels import DistributedType
 from ...torch_private.modules import takes_data_of
 from ...versions import is_torch_version
 from ..base import Strategy
+from ..gradient_norm import local_tensor
 from ..replicas import broadcast
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -134,17 +135,23 @@ def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) 
             broadcast(parameter.to_local().detach(), mesh.get_group(0), world.device)
 
 
-def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: Callable[[], bool]) -> None:
-    """Average gradients of parameters that ``fully_shard`` ignores over the ranks, when ``reduces()``.
+def average_ignored(
+    modules: Iterable[torch.nn.Module], group: dist.ProcessGroup | None, size: int, reduces: Callable[[], bool]
+) -> None:
+    """Average gradients of parameters that ``fully_shard`` ignores over the ``size`` ranks of ``group``.
 
     Torch doesn't reduce them, so they would differ between ranks.
+
+    Args:
+        group: None for all processes.
+        reduces: returns whether the running backward pass completes the gradients.
     """
 
     def average(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and reduces():
-            dist.all_reduce(gradient)
-            gradient.div_(world.size)
+        if parameter.grad is not None and reduces():
+            own = local_tensor(parameter.grad)
+            dist.all_reduce(own, group=group)
+            own.div_(size)
 
     for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():
         parameter.register_post_accumulate_grad_hook(average)
