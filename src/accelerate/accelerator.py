@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from .data_loader.loader import PreparedLoader
     from .distributed.mesh import Mesh
-    from .parallel.streaming.stream import Adapters, WeightStream
+    from .parallel.streaming import Adapters, WeightStream
     from .plugins import Engine
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs

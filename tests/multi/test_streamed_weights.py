@@ -362,7 +362,7 @@ def test_an_exchange_of_overlapping_regions_is_refused() -> None:
     """As one that can't be read."""
     from accelerate.distributed.world import World
     from accelerate.parallel.held_tensors import HeldTensor
-    from accelerate.parallel.streaming.exchange import WeightExchange
+    from accelerate.parallel.streaming import WeightExchange
 
     part = HeldTensor(("w",), (4,), torch.float32, torch.zeros(2), ((0, 2),))
     exchange = WeightExchange(World(), [part], [0], "")

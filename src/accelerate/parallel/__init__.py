@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
-    from .streaming.stream import stream_weights
+    from .streaming import stream_weights
 
 __all__ = [
     "ORDER", "Candidate", "Strategy", "StrategyOptions", "adopt", "choose",
@@ -129,6 +129,6 @@ __getattr__: Callable[[str], Any] = names_from(
     {
         "base": "Strategy StrategyOptions is_placed_by_map",
         "ddp": "reduction_orders restore_reduction_orders",
-        "streaming.stream": "stream_weights",
+        "streaming": "stream_weights",
     },
 )
