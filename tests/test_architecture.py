@@ -72,7 +72,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
-        "sharded_strategy", "matrix_optimizer", "matrix_exchange", "layout", "replicas",
+        "sharded_strategy", "matrix_optimizer", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
         "held_tensors",
     }
@@ -111,7 +111,6 @@ HEAVY_FILES: Final = frozenset(
         "parallel/fsdp/setup.py",
         "parallel/fsdp/state.py",
         "parallel/gradient_norm.py",
-        "parallel/matrix_exchange.py",
         "parallel/matrix_optimizer.py",
         "parallel/layout.py",
         "parallel/pipeline/schedule.py",

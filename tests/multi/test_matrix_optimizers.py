@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerate import Accelerator
 from accelerate.checkpointing.sharded import gather_tensor, shard_like
 from accelerate.errors import PreparationError
-from accelerate.parallel import matrix_exchange
+from accelerate.parallel import matrix_optimizer
 from accelerate.parallel.matrix_optimizer import _STEPS
 from accelerate.plugins.parallelism import (
     ExpertParallelConfig,
@@ -255,7 +255,7 @@ def test_a_step_sends_each_bucket_twice_and_owners_have_equal_shares(monkeypatch
     """Eight matrices on four ranks: in one bucket, or so that two tensors fill one, a matrix and its gradient."""
 
     def count(bucket_bytes: int) -> tuple[list[str], list[int]]:
-        monkeypatch.setattr(matrix_exchange, "BUCKET_BYTES", bucket_bytes)
+        monkeypatch.setattr(matrix_optimizer, "BUCKET_BYTES", bucket_bytes)
         AcceleratorState._reset_state()
         run = Accelerator(cpu=True, fsdp_plugin=plugin_of(V2))
         model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(8)))

@@ -362,9 +362,9 @@ def test_an_exchange_of_overlapping_regions_is_refused() -> None:
     """As one that can't be read."""
     from accelerate.distributed.world import World
     from accelerate.parallel.held_tensors import HeldTensor
-    from accelerate.parallel.streaming import WeightExchange
+    from accelerate.parallel.streaming import BucketExchange, WeightExchange
 
     part = HeldTensor(("w",), (4,), torch.float32, torch.zeros(2), ((0, 2),))
     exchange = WeightExchange(World(), [part], [0], "")
     with pytest.raises(NotBuilt, match="don't make the whole"):
-        exchange.prepare({0: torch.float32})
+        BucketExchange(exchange, {0: torch.float32})

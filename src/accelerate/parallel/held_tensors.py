@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
@@ -59,12 +59,43 @@ class HeldTensor:
         """Return a view of ``region`` of ``whole``."""
         if self.strides is not None:
             whole = whole.as_strided((self.num_elements,), (1,))
-        return whole[tuple(slice(begin, end) for begin, end in region)]
+        return part_of(whole, region)
+
+
+def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return a view of ``region`` of ``whole``."""
+    return whole[tuple(slice(begin, end) for begin, end in region)]
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """Return the shape of ``region``."""
+    return tuple(end - begin for begin, end in region)
 
 
 def size_of(region: Region) -> int:
     """Return the number of elements of ``region``."""
-    return math.prod(end - begin for begin, end in region)
+    return math.prod(shape_of(region))
+
+
+def region_of(tensor: DTensor) -> Region | None:
+    """Return the region of this rank's shard of ``tensor``; None if the shard isn't a single region."""
+    shape, offset = shard_offset(tensor)
+    if tuple(tensor.to_local().shape) != shape:
+        return None
+    return tuple((begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
+def buckets(sizes: Iterable[int], limit: int) -> Iterator[list[int]]:
+    """Iterate over the indices of ``sizes`` in runs whose sum is at most ``limit``; a larger size is a run alone."""
+    held, run = 0, list[int]()
+    for position, size in enumerate(sizes):
+        if run and held + size > limit:
+            yield run
+            held, run = 0, []
+        run.append(position)
+        held += size
+    if run:
+        yield run
 
 
 def held_tensors(state: Mapping[str, object]) -> list[HeldTensor]:
@@ -87,13 +118,12 @@ def _held(names: tuple[str, ...], tensor: torch.Tensor) -> HeldTensor:
     sharded = cast("DTensor", tensor)
     if sharded.device_mesh.get_coordinate() is None:
         return HeldTensor(names, shape, tensor.dtype, None, None)
-    local, (sizes, offsets) = _values_of(sharded.to_local()), shard_offset(sharded)
-    if tuple(local.shape) != sizes:
+    local, region = _values_of(sharded.to_local()), region_of(sharded)
+    if region is None:
         raise NotBuilt(
-            f"{names[0]!r} of shape {list(shape)} is sharded as {sharded.placements}, of which this rank holds "
-            f"{list(local.shape)}, and torch says {list(sizes)}: it can't be streamed. Use get_state_dict()."
+            f"{names[0]!r} of shape {list(shape)} is sharded as {sharded.placements}, and this rank's shard of "
+            f"shape {list(local.shape)} is no single region: it can't be streamed. Use get_state_dict()."
         )
-    region = tuple((begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
     return HeldTensor(names, shape, tensor.dtype, local, region if size_of(region) else None)
 
 

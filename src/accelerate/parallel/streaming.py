@@ -13,7 +13,6 @@ and the store tells them, outside of any collective, if a receiver stops.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ..distributed.collectives import coordinator_of, gather_object
 from ..distributed.messages import checksum
 from ..distributed.world import World
 from ..errors import CollectiveError, NotBuilt, SettingError
-from .held_tensors import HeldTensor, Region, size_of
+from .held_tensors import HeldTensor, Region, buckets, shape_of, size_of
 from .rebind import canonical_name
 
 if TYPE_CHECKING:
@@ -138,9 +137,11 @@ def _items(
         _dtypes_of(weight, exchange.held, None if any(n in packed or is_statistic(n) for n in weight.names) else dtype)
         for weight in weights
     ]
-    sizes = [sum(num_bytes(exchange.held[number], own) for number, own in of_one.items()) for of_one in dtypes]
+    held = exchange.held
+    sizes = [sum(held[number].num_elements * own.itemsize for number, own in of_one.items()) for of_one in dtypes]
     for positions in buckets(sizes, limit):
-        ready = exchange.prepare({number: own for position in positions for number, own in dtypes[position].items()})
+        of_bucket = {number: own for position in positions for number, own in dtypes[position].items()}
+        ready = BucketExchange(exchange, of_bucket)
         meeting.wait()
         tensors = ready.run()
         del ready
@@ -195,7 +196,8 @@ def stream_weights(
         )
     if bucket_bytes < 1:
         raise SettingError(f"stream_weights(bucket_bytes={bucket_bytes}): give a number of bytes, at least 1.")
-    chosen = _dtype_of(dtype)
+    asked = Selection(dtype=dtype).dtype
+    chosen = asked if isinstance(asked, torch.dtype) else None
     if world.size > 1:
         coordinator_of(world, _OPERATION).require_all(_OPERATION)
     held = strategy.state.held_tensors(model)
@@ -207,11 +209,6 @@ def stream_weights(
     exchange = WeightExchange(world, held, receivers, given)
     meeting = Meeting(exchange)
     return WeightStream(meeting, _items(exchange, weights, chosen, bucket_bytes, meeting, packed))
-
-
-def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    chosen = Selection(dtype=dtype).dtype
-    return chosen if isinstance(chosen, torch.dtype) else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,7 +246,11 @@ class Message:
 
 @final
 class BucketExchange:
-    """The prepared exchange of one bucket: this rank's messages, and the tensors that it will receive."""
+    """The prepared exchange of one bucket: this rank's messages, and the tensors that it will receive.
+
+    Args:
+        dtypes: the numbers of the bucket's tensors, with the dtype in which each is sent.
+    """
 
     def __init__(self, exchange: WeightExchange, dtypes: dict[int, torch.dtype]) -> None:
         self._exchange, self._dtypes = exchange, dtypes
@@ -310,8 +311,7 @@ class BucketExchange:
 
     def _view(self, space: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Return the ``piece`` of the message ``space`` in its shape."""
-        shape = tuple(end - begin for begin, end in piece.region)
-        return space[piece.begin : piece.end].view(self._dtypes[piece.number]).view(shape)
+        return space[piece.begin : piece.end].view(self._dtypes[piece.number]).view(shape_of(piece.region))
 
 
 @final
@@ -362,10 +362,6 @@ class WeightExchange:
             self.world.coordinator.exits.unwatch(self._watched)
         self._watched = []
 
-    def prepare(self, dtypes: dict[int, torch.dtype]) -> BucketExchange:
-        """Pack this rank's part of a bucket: the tensors with these numbers, each in the dtype to send."""
-        return BucketExchange(self, dtypes)
-
     def values(self, number: int, region: Region) -> torch.Tensor:
         """Return this rank's values of ``region`` of tensor ``number``."""
         local = self.held[number].local
@@ -397,24 +393,6 @@ class WeightExchange:
 
 def _nearest(ranks: Iterable[int], receiver: int) -> int:
     return min(ranks, key=lambda rank: (abs(rank - receiver), rank))
-
-
-def buckets(sizes: Iterable[int], limit: int) -> Iterator[list[int]]:
-    """Iterate over the indices of ``sizes`` in runs whose sum is at most ``limit``; a larger size is a run alone."""
-    held, run = 0, list[int]()
-    for position, size in enumerate(sizes):
-        if run and held + size > limit:
-            yield run
-            held, run = 0, []
-        run.append(position)
-        held += size
-    if run:
-        yield run
-
-
-def num_bytes(tensor: HeldTensor, dtype: torch.dtype) -> int:
-    """Return the size in bytes of the whole ``tensor`` in ``dtype``."""
-    return math.prod(tensor.shape) * dtype.itemsize
 
 
 # --------------------------------------------------------------------------------------------------
