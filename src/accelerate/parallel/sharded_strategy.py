@@ -12,7 +12,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.quantized_state import refuse_half_weights
-from ..checkpointing.run_state import Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..distributed.verdicts import UNREACHED
 from ..distributed.world import World
@@ -24,10 +23,11 @@ from ..torch_private.fsdp import (
     snapshot_sharded_gradients,
 )
 from ..training.oom_retry import Retryable, snapshot_gradients
+from ..training.open_window import GradientHolder
 from .base import Clipping, Strategy, StrategyOptions
 from .compile import uncompiled
-from .fsdp.state import checkpoint_state_of
 from .gradient_norm import clip_sharded_grad_norm
+from .gradients import ShardedGradients
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name, inner_optimizer
 from .replicas import ReplicaGradients, backward_on_all, is_averaged
@@ -111,12 +111,6 @@ class ShardedState(ModelState[Owner], ABC):
         """The access for checkpoints to the state, including optimizers of whole matrices."""
         return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
 
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers, gathered or in shards, as the FSDP plugin says."""
-        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
-
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if no parameter of ``model`` is sharded."""
         return model is not None and not any(map(is_sharded, model.parameters()))
@@ -125,6 +119,11 @@ class ShardedState(ModelState[Owner], ABC):
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         strategy = self.strategy
         return self.access.full_model_state(strategy.unwrap(model, keep_torch_compile=False), strategy.world.is_main)
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients in ``.grad``, and the unsharded ones accumulated under ``no_sync``."""
+        return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
 
 
 @final

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar, final
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, final
 
 import torch
 
-from ..checkpointing.run_state import Stateful, StrategyState
-from ..checkpointing.sharded import InPlace, StateAccess
+from ..checkpointing.items import CheckpointItem
+from ..checkpointing.run_state import StateDict, Stateful, StrategyState
+from ..checkpointing.sharded import InPlace, StateAccess, optimizer_folder, own_shards, weights_folder
+from ..checkpointing.shards_item import ShardsItem
+from ..checkpointing.store import StagingDirectory
 from ..lazy import function_in_use
 from ..training.open_window import REPLICAS, GradientHolder
 from .gradients import PlainGradients
 from .held_tensors import HeldTensor, held_tensors
-from .rebind import canonical_name, parameters_by_name
+from .rebind import canonical_name, inner_optimizer, parameters_by_name
 
 if TYPE_CHECKING:
     from .base import Strategy
@@ -24,6 +28,9 @@ Owner = TypeVar("Owner", bound="Strategy", covariant=True)
 
 class ModelState(ABC, Generic[Owner]):
     """The state of the models and optimizers of one strategy."""
+
+    #: Whether a checkpoint has shards, not gathered state, if there is no FSDP plugin that says so.
+    prefers_shards: ClassVar[bool] = False
 
     def __init__(self, strategy: Owner) -> None:
         self.strategy = strategy
@@ -78,8 +85,25 @@ class ModelState(ABC, Generic[Owner]):
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return the state of ``models`` and ``optimizers`` for a checkpoint; a collective."""
-        return StrategyState([self.full_state_dict(model) for model in models], optimizers)
+        """Return the state of ``models`` and ``optimizers`` for a checkpoint; a collective.
+
+        Where this process doesn't hold all of it, it is gathered or in shards, as the FSDP plugin says. Gathered state
+        has the same files as a single process's; shards have folders of their own.
+        """
+        if self.is_whole():
+            return StrategyState([self.full_state_dict(model) for model in models], optimizers)
+        from torch.distributed.fsdp import StateDictType
+
+        strategy, access, plugin = self.strategy, self.access, self.strategy.options.plugins.fsdp
+        inner = [] if model_only else list(map(inner_optimizer, optimizers))
+        shards = self.prefers_shards if plugin is None else plugin.state_dict_type is not StateDictType.FULL_STATE_DICT
+        if shards:
+            return StrategyState(write=_shards_of(access, models, inner, not strategy.averages_replicas))
+        keeps = strategy.world.is_local_main  # the writer of each node, where every node writes
+        return StrategyState(
+            [access.full_model_state(model, keeps) for model in models],
+            [_GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in inner],
+        )
 
     def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return the ``optimizers`` whose state a checkpoint restores."""
@@ -108,6 +132,42 @@ class ReplicatedState(ModelState["Strategy"]):
     def gradients(self) -> GradientHolder | None:
         """The gradients in ``.grad``."""
         return PlainGradients(self.layout, self.named_parameters)
+
+
+@final
+class _GatheredOptimizer:
+    """An optimizer's full state dict, gathered while all ranks took part."""
+
+    def __init__(self, state: dict[str, object]) -> None:
+        self._state = state
+
+    def state_dict(self) -> StateDict:
+        """Return the state dict of an optimizer of full tensors."""
+        return self._state
+
+
+def _shards_of(
+    access: StateAccess,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    replicas_differ: bool,
+) -> Callable[[StagingDirectory], list[CheckpointItem]]:
+    """Return a function that takes a staging directory and returns the checkpoint items of this rank's shards."""
+
+    def parts(staging: StagingDirectory) -> list[CheckpointItem]:
+        item = partial(ShardsItem, ranks=staging.ranks, staging=staging, replicas_differ=replicas_differ)
+        return [
+            *(
+                item(weights_folder(staging.folder, index), {"model": own_shards(access.model_shards(model))})
+                for index, model in enumerate(models)
+            ),
+            *(
+                item(optimizer_folder(staging.folder, index), {"optimizer": access.optimizer_shards(one, models)})
+                for index, one in enumerate(optimizers)
+            ),
+        ]
+
+    return parts
 
 
 def has_offloaded_weights(model: torch.nn.Module) -> bool:

@@ -6,14 +6,12 @@ They were sharded by the user's own ``fully_shard`` and ``parallelize_module``, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.world import World
 from ...errors import SettingError
 from ...modules import is_sharded, move_tensor
@@ -21,8 +19,6 @@ from ...parallel.base import PreparedArguments, Role, StrategyOptions
 from ...parallel.compile import uncompiled
 from ...parallel.ddp import replica_in
 from ...parallel.fsdp.setup import refuse_old_torch
-from ...parallel.fsdp.state import checkpoint_state_of
-from ...parallel.gradients import ShardedGradients
 from ...parallel.rebind import disable_foreach_across_meshes, inner_optimizer
 from ...parallel.replicas import train_in_place
 from ...parallel.sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
@@ -30,7 +26,6 @@ from ...parallel.state import ModelState
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...training.oom_retry import RetryMode
-from ...training.open_window import GradientHolder
 
 
 @final
@@ -129,13 +124,4 @@ class Adopted(ShardedStrategy):
 class _AdoptedState(ShardedState[Adopted]):
     """The state of models that came sharded; it is saved in shards unless the FSDP plugin says otherwise."""
 
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers in shards, or gathered if an FSDP plugin says so."""
-        return checkpoint_state_of(self, models, optimizers, model_only=model_only, sharded=True)
-
-    @property
-    def gradients(self) -> GradientHolder | None:
-        """The gradients in ``.grad``, and the unsharded ones accumulated under ``no_sync``."""
-        return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
+    prefers_shards = True

@@ -16,7 +16,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError, PreparationError
@@ -45,7 +44,7 @@ from ..rebind import compile_like_given, ensure_weights_retied, inner_optimizer
 from ..state import ModelState
 from .packed import refuse_cast
 from .setup import FSDPStrategy, average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
-from .state import FlatAccess, checkpoint_state_of, flat_held_tensors, flat_parameters, names_of
+from .state import FlatAccess, flat_held_tensors, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
@@ -266,12 +265,6 @@ class _FlatState(ModelState[FlatShard]):
     def access(self) -> StateAccess:
         """The access to state through FSDP's own state-dict functions."""
         return FlatAccess(self.strategy.world)
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers, sharded or gathered, as the plugin says."""
-        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
 
     @property
     def gradients(self) -> GradientHolder | None:

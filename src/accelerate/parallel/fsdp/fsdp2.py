@@ -24,12 +24,10 @@ from ...precision import Precision
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import sharded_parameters
 from ...training.oom_retry import Retryable, RetryMode
-from ...training.open_window import GradientHolder
 from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import shard_experts
-from ..gradients import ShardedGradients
 from ..rebind import compile_like_given, inner_optimizer
 from ..replicas import ReplicaGradients, train_in_place
 from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
@@ -252,11 +250,6 @@ class FullyShard(FullyShardStrategy):
 @final
 class _FullyShardedState(ShardedState[FullyShardStrategy]):
     """The state of models under ``fully_shard``, whose gradients may be unsharded during accumulation."""
-
-    @property
-    def gradients(self) -> GradientHolder | None:
-        """The sharded gradients, and the unsharded ones accumulated under ``no_sync``."""
-        return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
 
 
 def _is_placed(model: torch.nn.Module) -> bool:

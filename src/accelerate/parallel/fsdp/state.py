@@ -1,11 +1,10 @@
-"""Access to the state of models under FSDP 1, whose parameters are views of flat ones; gathered and sharded saving."""
+"""Access to the state of models under FSDP 1, whose parameters are views of flat ones."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,12 +17,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ...checkpointing import StagingDirectory
 from ...checkpointing.fit import OptimizerLayout
-from ...checkpointing.items import CheckpointItem
-from ...checkpointing.run_state import StateDict, Stateful, StrategyState
-from ...checkpointing.sharded import StateAccess, optimizer_folder, own_shards, weights_folder
-from ...checkpointing.shards_item import ShardsItem
+from ...checkpointing.run_state import StateDict
+from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError
 from ...torch_private.fsdp import (
@@ -35,11 +31,9 @@ from ...torch_private.fsdp import (
     parts_of_flat,
 )
 from ...torch_private.modules import non_persistent_buffers, takes_data_of
-from ..base import Strategy
 from ..compile import uncompiled
 from ..held_tensors import HeldTensor, held_tensors
 from ..rebind import canonical_name, inner_optimizer, parameters_by_name
-from ..state import ModelState
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"
@@ -311,71 +305,3 @@ def _names_by_group(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
         sorted((name for p in group["params"] for name in names.get(id(p), ())), key=order.__getitem__)
         for group in optimizer.param_groups
     ]
-
-
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of sharded runs: shards written by every rank, or gathered state by one
-
-
-@final
-class GatheredOptimizer:
-    """An optimizer's full state dict, gathered while all ranks took part."""
-
-    def __init__(self, state: dict[str, object]) -> None:
-        self._state = state
-
-    def state_dict(self) -> StateDict:
-        """Return the state dict of an optimizer of full tensors."""
-        return self._state
-
-
-def checkpoint_state_of(
-    state: ModelState[Strategy],
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[Stateful],
-    *,
-    model_only: bool,
-    sharded: bool = False,
-) -> StrategyState:
-    """Return the state of a checkpoint, gathered or in shards, as the FSDP plugin says; a collective.
-
-    Gathered state has the same files as a single process's; shards have folders of their own.
-
-    Args:
-        sharded: without a plugin, it is in shards.
-    """
-    plugin, access = state.strategy.options.plugins.fsdp, state.access
-    inner = [] if model_only else list(map(inner_optimizer, optimizers))
-    if sharded if plugin is None else plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        shards = shards_of(access, models, inner, replicas_differ=not state.strategy.averages_replicas)
-        return StrategyState(write=shards)
-    keeps = state.strategy.world.is_local_main  # the writer of each node, where every node writes
-    return StrategyState(
-        [access.full_model_state(model, keeps) for model in models],
-        [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in inner],
-    )
-
-
-def shards_of(
-    access: StateAccess,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    replicas_differ: bool = False,
-) -> Callable[[StagingDirectory], list[CheckpointItem]]:
-    """Return a function that takes a staging directory and returns the checkpoint items of this rank's shards."""
-
-    def parts(staging: StagingDirectory) -> list[CheckpointItem]:
-        item = partial(ShardsItem, ranks=staging.ranks, staging=staging, replicas_differ=replicas_differ)
-        return [
-            *(
-                item(weights_folder(staging.folder, index), {"model": own_shards(access.model_shards(model))})
-                for index, model in enumerate(models)
-            ),
-            *(
-                item(optimizer_folder(staging.folder, index), {"optimizer": access.optimizer_shards(one, models)})
-                for index, one in enumerate(optimizers)
-            ),
-        ]
-
-    return parts

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import MissingDependency, NotBuilt, PreparationError, SettingError
@@ -35,7 +34,6 @@ from ...versions import is_torch_version
 from ..base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
-from ..fsdp.state import checkpoint_state_of
 from ..fsdp.wrapping import find_wrap_units
 from ..gradient_norm import by_device_and_dtype, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
@@ -438,12 +436,6 @@ class _PipelineState(ModelState[PipelineStrategy]):
     def access(self) -> StateAccess:
         """The access to the state of stages."""
         return StageAccess(self.strategy.mesh, self.strategy.world.device, self.named_parameters)
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers, sharded if the plugin says so, otherwise gathered."""
-        return checkpoint_state_of(self, models, optimizers, model_only=model_only)
 
     @property
     def gradients(self) -> GradientHolder | None:
