@@ -5,7 +5,7 @@ A strategy is one file. Adding one is that file plus one line in ``parallel/__in
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ class Clipping(NamedTuple):
     error_if_nonfinite: bool = False
 
 
-class Strategy(ABC):
+class Strategy(ABC):  # noqa: B024  (every member has a default)
     """The interface of one way to distribute parameters, gradients and state over the processes."""
 
     #: The value of ``accelerator.deepspeed_engine_wrapped``.
@@ -106,9 +106,9 @@ class Strategy(ABC):
     # -- choosing ------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def label(self) -> DistributedType:
-        """The value of ``accelerator.distributed_type`` under this strategy."""
+        """The value of ``accelerator.distributed_type``: that of the kind of device, and NO for a single process."""
+        return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if this strategy trains an already sharded ``model`` in its layout, on its mesh."""

@@ -20,7 +20,6 @@ from ..distributed.world import World
 from ..errors import PreparationError
 from ..precision import Precision
 from ..settings.env import flag
-from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
 from ..torch_private.modules import gradient_hooks
 from ..training.oom_retry import Retryable, RetryMode
@@ -38,11 +37,6 @@ class SingleDevice(Strategy):
 
     hands_over_shards = True
     can_repeat_passes = True
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of a run without parallelism: NO."""
-        return DistributedType.NO
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,11 +114,6 @@ class DataParallel(Strategy):
         super().__init__(world, options)
         # Where ranks share a sequence, attention runs collectives inside the forward.
         self.retry = _ReplicaRetry(world, RetryMode.TOGETHER if self.mesh.active("cp", "sp") else RetryMode.ALONE)
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType(self.world.kind.label)
 
     def check(self, arguments: PreparedArguments) -> None:
         """Raise if a model can't be replicated."""

@@ -30,7 +30,6 @@ from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import Place, get_model_tp_size, is_sharded, parameter_places, put_parameter
 from ..plugins.parallelism import TorchTensorParallelConfig
-from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
 from ..training.oom_retry import Retryable, RetryMode
@@ -260,11 +259,6 @@ class TensorParallel(ShardedStrategy):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         self.retry = Retryable(world, RetryMode.TOGETHER)
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType(self.world.kind.label)
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if ``model`` came under ``fully_shard``, because this mesh has no axis for it."""

@@ -89,6 +89,5 @@ def test_a_strategy_of_one_file_trains_as_one_process(precision: str, folder: st
 
 
 def test_it_is_one_file_and_one_line() -> None:
-    abstract = strategies.Strategy.__abstractmethods__
-    assert abstract == {"label"}  # all that a strategy has to say about itself
+    assert not strategies.Strategy.__abstractmethods__  # a strategy says only what is different under it
     assert all(issubclass(each.load(), strategies.Strategy) for each in strategies.ORDER)

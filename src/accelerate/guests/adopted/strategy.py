@@ -24,7 +24,6 @@ from ...parallel.replicas import train_in_place
 from ...parallel.sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
 from ...parallel.state import ModelState
 from ...precision import Precision
-from ...settings.labels import DistributedType
 from ...training.oom_retry import RetryMode
 
 
@@ -37,11 +36,6 @@ class Adopted(ShardedStrategy):
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
         self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True."""

@@ -14,7 +14,6 @@ from ...errors import PreparationError
 from ...parallel.base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from ...parallel.gradient_norm import scale_to
 from ...parallel.replicas import make_replicas_equal
-from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from ...training.oom_retry import Retryable
 from .exchange import Exchange
@@ -65,11 +64,6 @@ class PartReplicas(Strategy):
         #: By the key of a window and the number of prepared models: the parameters of the window's models.
         self._parameters: dict[tuple[object, int], list[torch.nn.Parameter]] = {}
         self._exchanges: dict[object, Exchange] = {}  # by the key of a window
-
-    @property
-    def label(self) -> DistributedType:
-        """The distributed type of this kind of device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
 
     @property
     def data_parallel_size(self) -> int:

@@ -164,7 +164,7 @@ class PipelineStrategy(Strategy, ABC):
     @property
     def label(self) -> DistributedType:
         """The distributed type: FSDP if stages are sharded, else that of the device: MULTI_CPU, MULTI_GPU, ...."""
-        return DistributedType.FSDP if self.shards else DistributedType(self.world.kind.label)
+        return DistributedType.FSDP if self.shards else super().label
 
     @property
     def config(self) -> PipelineParallelConfig:
