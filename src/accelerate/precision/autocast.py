@@ -61,12 +61,8 @@ class Autocasting(Precision, ABC):
 
     def patch_forward(self, model: torch.nn.Module) -> None:
         """Run ``model.forward`` under autocast; cast half-precision outputs to float32 by default."""
-        if not self.is_autocast or _is_patched(model):
-            return
-        original = model.forward
-        model._original_forward = original  # pyright: ignore[reportArgumentType]
-        converts = self.handler is None or getattr(self.handler, "output_dtype", torch.float32) is not None
-        model.forward = _autocast_forward(model, original, self.autocast, convert_to_fp32 if converts else None)
+        if self.is_autocast:
+            _patch_forward(model, self.handler, context=self.autocast)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
         """Restore the original forward of ``model``."""
@@ -99,24 +95,42 @@ def _is_patched(model: torch.nn.Module) -> bool:
     return original is not None and model.__dict__.get("forward") != original
 
 
-def _autocast_forward(
+def _patch_forward(
     model: torch.nn.Module,
-    original: Callable[..., object],
-    autocast: Callable[[], AbstractContextManager[object]],
-    convert: Callable[[object], object] | None,
-) -> Callable[..., object]:
+    handler: AutocastKwargs | None,
+    *,
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Run ``model.forward`` in ``context``, and cast half-precision outputs to float32 unless ``handler`` says no.
+
+    Args:
+        dtype: cast floating-point inputs to it.
+    """
+    if _is_patched(model):
+        return
+    original = model.forward
+    model._original_forward = original  # pyright: ignore[reportArgumentType]
+    converts = handler is None or getattr(handler, "output_dtype", torch.float32) is not None
     is_method = isinstance(original, MethodType)
     function = original.__func__ if is_method else original
 
     @wraps(function)
     def forward(*args: object, **kwargs: object) -> object:
-        with autocast():
+        if dtype is not None:
+            args = (args[0], *_cast(args[1:], dtype)) if is_method else _cast(args, dtype)
+            kwargs = _cast(kwargs, dtype)
+        with context():
             outputs = function(*args, **kwargs)
-        return outputs if convert is None else convert(outputs)
+        return convert_to_fp32(outputs) if converts else outputs
 
     # Keep it a method, so that a deep copy of the model runs its own forward, a pickled model is loaded with its
     # class's forward, and libraries read the user's signature.
-    return MethodType(forward, model) if is_method else forward
+    model.forward = MethodType(forward, model) if is_method else forward
+
+
+def _cast(inputs: T, dtype: torch.dtype) -> T:
+    return recursively_apply(lambda tensor: tensor.to(dtype), inputs, test_type=_is_floating)
 
 
 def restore_forward(model: torch.nn.Module) -> None:
@@ -172,12 +186,7 @@ class TruePrecision(Precision):
 
     def patch_forward(self, model: torch.nn.Module) -> None:
         """Make ``model.forward`` accept inputs of any floating-point dtype."""
-        if "_original_forward" in model.__dict__:
-            return
-        original = model.forward
-        model._original_forward = original  # pyright: ignore[reportArgumentType]
-        keeps = self.handler is not None and getattr(self.handler, "output_dtype", torch.float32) is None
-        model.forward = _forward_in(self.dtype, model, original, None if keeps else convert_to_fp32)
+        _patch_forward(model, self.handler, dtype=self.dtype)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
         """Restore the original forward of ``model``; its parameters keep the dtype."""
@@ -186,24 +195,3 @@ class TruePrecision(Precision):
 
 def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _forward_in(
-    dtype: torch.dtype,
-    model: torch.nn.Module,
-    original: Callable[..., object],
-    convert: Callable[[object], object] | None,
-) -> Callable[..., object]:
-    is_method = isinstance(original, MethodType)
-    function = original.__func__ if is_method else original
-
-    def cast(value: T) -> T:
-        return recursively_apply(lambda tensor: tensor.to(dtype), value, test_type=_is_floating)
-
-    @wraps(function)
-    def forward(*args: object, **kwargs: object) -> object:
-        args = (args[0], *cast(args[1:])) if is_method else cast(args)
-        outputs = function(*args, **cast(kwargs))
-        return outputs if convert is None else convert(outputs)
-
-    return MethodType(forward, model) if is_method else forward
