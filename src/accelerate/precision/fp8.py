@@ -29,6 +29,8 @@ _BACKENDS: Final[tuple[tuple[str, str, Callable[[], bool]], ...]] = (
     ("AO", "torchao", is_torchao_available),
     ("TE", "transformer_engine", is_transformer_engine_available),
 )
+#: The sizes of 8-bit matrices have to be multiples of this.
+MULTIPLE: Final = 16
 BACKEND_WORDS: Final = tuple(word for word, _, _ in _BACKENDS)
 
 
@@ -115,3 +117,9 @@ class Fp8Precision(Autocasting, ABC):
 
 def _has_surprise(report: ConversionReport) -> bool:
     return any("multiple" in module.reason for module in report.kept)
+
+
+def why_linear_stays(module: torch.nn.Linear) -> str:
+    """Return why the sizes of ``module`` don't allow fp8; empty if they do."""
+    shape = (module.in_features, module.out_features)
+    return f"{shape[0]} x {shape[1]}: not both multiples of {MULTIPLE}" if any(s % MULTIPLE for s in shape) else ""

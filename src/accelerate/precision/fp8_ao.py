@@ -15,14 +15,11 @@ from ..modules import is_sharded
 from ..optional import require, torchao_required
 from ..torch_private.distributed import all_gather_single
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
-from .fp8 import Fp8Functions, Fp8Precision
+from .fp8 import Fp8Functions, Fp8Precision, why_linear_stays
 
 if TYPE_CHECKING:
     from ..plugins.fp8 import AORecipeKwargs
     from ..plugins.handlers import AutocastKwargs
-
-#: The sizes of 8-bit matrices have to be multiples of this.
-MULTIPLE = 16
 
 ModuleFilter = Callable[[torch.nn.Module, str], bool]
 
@@ -49,8 +46,7 @@ def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str 
         return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND
     if name in layers_to_filter:
         return "the first or last linear layer"
-    shape = (module.in_features, module.out_features)
-    return f"{shape[0]} x {shape[1]}: not both multiples of {MULTIPLE}" if any(s % MULTIPLE for s in shape) else ""
+    return why_linear_stays(module)
 
 
 @torchao_required

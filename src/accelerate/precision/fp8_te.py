@@ -17,7 +17,7 @@ from ..plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
 from ..settings.fp8 import TeOptions
 from ..settings.option import options_of
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
-from .fp8 import Fp8Functions, Fp8Precision
+from .fp8 import Fp8Functions, Fp8Precision, why_linear_stays
 
 if TYPE_CHECKING:
     from ..plugins.handlers import AutocastKwargs
@@ -27,8 +27,6 @@ _PACKAGES = (
     ("transformer_engine.pytorch", "transformer_engine.common.recipe"),
     ("intel_transformer_engine", "intel_transformer_engine.recipe"),
 )
-#: The sizes of 8-bit matrices have to be multiples of this.
-MULTIPLE = 16
 
 
 def _engine() -> tuple[ModuleType, ModuleType]:
@@ -81,7 +79,7 @@ def _replacement(
     linear, other_linear = (torch.nn.Linear, layers.Linear) if forth else (layers.Linear, torch.nn.Linear)
     norm, other_norm = (torch.nn.LayerNorm, layers.LayerNorm) if forth else (layers.LayerNorm, torch.nn.LayerNorm)
     found: Any = module  # two packages' layers with the same attributes
-    if convert_linear and isinstance(found, linear) and (not forth or not _why_linear_stays(found)):
+    if convert_linear and isinstance(found, linear) and (not forth or not why_linear_stays(found)):
         has_bias = found.bias is not None and found.bias.numel() > 0
         new = other_linear(found.in_features, found.out_features, bias=has_bias, **_dtype(found.weight, forth))
         return new.to(found.weight.device)
@@ -93,11 +91,6 @@ def _replacement(
 
 def _dtype(weight: torch.Tensor, forth: bool) -> dict[str, Any]:
     return {"params_dtype" if forth else "dtype": weight.dtype}
-
-
-def _why_linear_stays(module: torch.nn.Linear) -> str:
-    shape = (module.in_features, module.out_features)
-    return f"{shape[0]} x {shape[1]}: not both multiples of {MULTIPLE}" if any(s % MULTIPLE for s in shape) else ""
 
 
 def _why_norm_stays(module: torch.nn.LayerNorm) -> str:
@@ -112,7 +105,7 @@ def _why_stays(shared: set[int], name: str, module: torch.nn.Module) -> str:
     if shared.intersection(map(id, module.parameters(recurse=False))):
         return "its weight is tied to another layer's"
     if isinstance(module, torch.nn.Linear):
-        return _why_linear_stays(module)
+        return why_linear_stays(module)
     if isinstance(module, torch.nn.LayerNorm):
         return _why_norm_stays(module)
     return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND
