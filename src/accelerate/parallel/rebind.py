@@ -17,7 +17,7 @@ from ..checkpointing.run_state import Stateful
 from ..checkpointing.sharded import shard_like
 from ..errors import PreparationError
 from ..modules import parameter_places
-from ..precision.autocast import restore_forward
+from ..precision.base import restore_forward
 from ..torch_private.modules import compile_like, original_module
 from .compile import is_compiled_module, uncompiled
 

@@ -9,8 +9,7 @@ import torch
 from ..devices.table import available_kind, kind_of
 from ..distributed.world import World, current_world
 from ..errors import SettingError
-from .autocast import AutocastPrecision, TruePrecision
-from .base import FullPrecision, Precision
+from .base import AutocastPrecision, FullPrecision, Precision, TruePrecision
 from .fp8 import Fp8Request, choose_backend, package_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ..errors import MissingDependency, NotBuilt, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..optional import is_torchao_available, is_transformer_engine_available
 from ..settings.fp8 import MSAMP_IS_GONE
-from .autocast import Autocasting
-from .base import ConversionReport
+from .base import Autocasting, ConversionReport
 
 if TYPE_CHECKING:
     from ..plugins.handlers import AutocastKwargs

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.plugins.handlers import AutocastKwargs
-from accelerate.precision.autocast import AutocastPrecision
-from accelerate.precision.base import FullPrecision
+from accelerate.precision.base import AutocastPrecision, FullPrecision
 
 
 def product_dtype() -> torch.dtype:
