@@ -121,7 +121,6 @@ HEAVY_FILES: Final = frozenset(
         "parallel/sharded_strategy.py",
         "parallel/tensor_parallel.py",
         "parallel/uneven_inputs.py",
-        "precision/sharded_scaler.py",
         "training/averaging.py",
     ]
 )

@@ -52,7 +52,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "nested.py find_batch_size TypeError",
         "nested.py recursively_apply TypeError",
         "precision/base.py ConvertOutputsToFp32.__getstate__ TypeError",
-        "precision/sharded_scaler.py ShardedScaler.__reduce__ TypeError",
+        "precision/choose.py ShardedScaler.__reduce__ TypeError",
         "settings/option.py OptionGroup.__init__ TypeError",
         "settings/run.py _objects TypeError",
     ),
@@ -71,7 +71,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "torch's own exception for the same thing, which torch or its callers match on": (
         "checkpointing/fit.py require_fit RuntimeError",
-        "precision/sharded_scaler.py ShardedScaler._unscale_grads_ ValueError",
+        "precision/choose.py ShardedScaler._unscale_grads_ ValueError",
         "guests/deepspeed/strategy.py DeepSpeed.clip_grad_norm RuntimeError",
         "parallel/gradient_norm.py scale_to RuntimeError",
         "torch_private/distributed.py second_connection NotImplementedError",

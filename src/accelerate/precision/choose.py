@@ -1,14 +1,21 @@
-"""Choose a precision, and its gradient scaler, from the settings and the device."""
+"""Choose a precision, and its gradient scaler, from the settings and the device.
+
+For sharded gradients there is a scaler of its own: an overflow on one rank counts on all ranks.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
+from torch import distributed as dist
 
 from ..devices.table import available_kind, kind_of
 from ..distributed.world import World, current_world
 from ..errors import SettingError
+from ..modules import is_sharded
+from ..torch_private.modules import unscale_each
 from .base import AutocastPrecision, FullPrecision, Precision, TruePrecision
 from .fp8 import Fp8Request, choose_backend, package_of
 
@@ -51,7 +58,9 @@ def choose(
         return AutocastPrecision("bf16", device_type, handler=autocast_handler)
     if label == "fp16":
         kwargs = scaler_handler.to_kwargs() if scaler_handler else {}
-        scaler = make_scaler(device_type, **kwargs) if shards_over is None else _sharded(shards_over, kwargs)
+        scaler = (
+            torch.amp.GradScaler(device_type, **kwargs) if shards_over is None else ShardedScaler(shards_over, **kwargs)
+        )
         return AutocastPrecision("fp16", device_type, scaler=scaler, handler=autocast_handler)
     if label == "fp8":
         if fp8 is None:
@@ -87,17 +96,6 @@ def _fp8(request: Fp8Request, device_type: str, handler: AutocastKwargs | None) 
     return TePrecision(device_type, recipe, request.functions, handler=handler)
 
 
-def _sharded(world: World, kwargs: dict[str, object]) -> torch.amp.GradScaler:
-    from .sharded_scaler import ShardedScaler  # imports torch's distributed tensors
-
-    return ShardedScaler(world, **kwargs)
-
-
-def make_scaler(device_type: str, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a new gradient scaler for ``device_type``, also for the CPU."""
-    return torch.amp.GradScaler(device_type, **kwargs)
-
-
 def scaler_of_shards(scaler: torch.amp.GradScaler | None, world: World) -> torch.amp.GradScaler | None:
     """Return a scaler like ``scaler`` for sharded gradients: an overflow on one rank skips the step on all.
 
@@ -105,14 +103,14 @@ def scaler_of_shards(scaler: torch.amp.GradScaler | None, world: World) -> torch
     """
     if type(scaler) is not torch.amp.GradScaler or world.backend is None:
         return scaler
-    options = {
-        "init_scale": scaler.get_scale() if scaler.is_enabled() else 1.0,
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "enabled": scaler.is_enabled(),
-    }
-    return _sharded(world, options)
+    return ShardedScaler(
+        world,
+        init_scale=scaler.get_scale() if scaler.is_enabled() else 1.0,
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+    )
 
 
 def get_grad_scaler(distributed_type: object = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -122,4 +120,49 @@ def get_grad_scaler(distributed_type: object = None, **kwargs: Any) -> torch.amp
 
         return ShardedGradScaler(**kwargs)
     world = current_world()
-    return make_scaler(available_kind().name if world is None else world.device.type, **kwargs)
+    return torch.amp.GradScaler(available_kind().name if world is None else world.device.type, **kwargs)
+
+
+@final
+class ShardedScaler(torch.amp.GradScaler):
+    """A gradient scaler that unscales each rank's shards, and makes all ranks step or skip together."""
+
+    def __init__(self, world: World, **kwargs: Any) -> None:
+        super().__init__(world.device.type, **kwargs)
+        self._world = world
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in _own_gradients(optimizer):
+            if gradient.dtype is torch.float16 and not allow_fp16:
+                raise ValueError(
+                    "Attempting to unscale FP16 gradients: the trainable parameters are float16. Load them in float32; "
+                    "mixed_precision='fp16' computes in float16 all the same."
+                )
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        found = found_inf.to(self._world.device, copy=True)
+        with torch.no_grad():
+            for (device, _), gradients in by_kind.items():
+                here = found_inf.to(device, copy=True)
+                unscale_each(gradients, here, inv_scale.to(device))
+                found = torch.maximum(found, here.to(found.device))
+            if self._world.backend is not None:
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+        return {found.device: found}
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("The gradient scaler belongs to this run's processes. Save scaler.state_dict() instead.")
+
+
+def _own_gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                yield gradient.to_local() if is_sharded(gradient) else gradient

@@ -27,6 +27,7 @@ from ...checkpointing.sharded import (
 )
 from ...distributed.world import join_world
 from ...errors import CheckpointNotFound, PreparationError
+from ...precision.choose import ShardedScaler
 from ...settings import env
 from ...training.recompute import recompute_activations
 from ..compile import uncompiled
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ...distributed.world import World
     from ...plugins.fsdp import FullyShardedDataParallelPlugin
     from ...precision import Precision
-    from ...precision.sharded_scaler import ShardedScaler
     from ..base import Strategy
     from .fsdp2 import FullyShard
 
@@ -331,6 +331,4 @@ def _targets(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedScaler:
     """Return a gradient scaler for sharded gradients."""
-    from ...precision.sharded_scaler import ShardedScaler
-
     return ShardedScaler(join_world(), **kwargs)
