@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
@@ -17,19 +17,18 @@ import torch.distributed as dist
 
 from ...distributed.mesh import AXES, Mesh
 from ...distributed.world import World
-from ...torch_private.pretended import (
+from ...torch_private.tracing import (
     Chunks,
+    Operator,
+    fake_tensor_class,
     group_of_collective,
     operator_name,
     replicated_module,
     returns_work_only,
     sharded_module,
+    tree_leaves,
     work_done,
 )
-from ...torch_private.tracing import fake_tensor_class, tree_leaves
-
-if TYPE_CHECKING:
-    from ...torch_private.pretended import Operator
 
 #: Prefix of an operator's name -> the collective; the first match counts.
 _NAMES: Final = (

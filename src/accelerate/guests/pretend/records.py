@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
@@ -18,11 +18,7 @@ from ...data_loader.indexed import IndexReader
 from ...data_loader.loader import PreparedLoader
 from ...data_loader.sampling import BatchInfo
 from ...devices.allocations import AllocationTracker
-from ...torch_private.pretended import inner_tensors, local_part
-from ...torch_private.tracing import tree_leaves
-
-if TYPE_CHECKING:
-    from ...torch_private.pretended import Operator
+from ...torch_private.tracing import Operator, inner_tensors, local_part, tree_leaves
 
 
 @final

@@ -24,8 +24,7 @@ from ...checkpointing.weights import EVERYTHING
 from ...distributed.mesh import SHARD_AXES, Mesh
 from ...distributed.world import World, current_world
 from ...modules import is_sharded
-from ...torch_private.pretended import local_part
-from ...torch_private.tracing import fake_tensor_class
+from ...torch_private.tracing import fake_tensor_class, local_part
 from .communication import Traffic, hosts_of
 from .records import LoaderShare, num_bytes_of
 

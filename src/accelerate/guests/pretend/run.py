@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import safetensors.torch
@@ -22,15 +22,11 @@ from ...accelerator import Accelerator
 from ...distributed.environment import detect
 from ...distributed.pretended import AnsweringStore
 from ...settings import env
-from ...torch_private.pretended import fake_backend, operator_name
-from ...torch_private.tracing import tree_leaves
+from ...torch_private.tracing import Operator, fake_backend, operator_name, tree_leaves
 from .communication import CollectiveCounter, PretendedReducer, without_others
 from .records import MemoryRecord, SampleRecord
 from .report import Report, report_of
 from .tensors import ValuelessMode
-
-if TYPE_CHECKING:
-    from ...torch_private.pretended import Operator
 
 _MOST_REFUSALS: Final = 3
 #: Operators whose number of random draws depends on the values of their inputs.

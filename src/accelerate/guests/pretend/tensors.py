@@ -16,19 +16,21 @@ import torch
 from torch import nn
 
 from ...torch_private.modules import draws_numbers
-from ...torch_private.pretended import is_number_read, operator_name, returns_tensor
 from ...torch_private.tracing import (
+    Operator,
     TorchDispatchMode,
     data_dependent_errors,
     fake_tensor_class,
     fake_tensor_mode,
+    is_number_read,
+    operator_name,
+    returns_tensor,
     tree_leaves,
     tree_map,
 )
 from .communication import answer
 
 if TYPE_CHECKING:
-    from ...torch_private.pretended import Operator
     from .run import PretendedRun
 
 Arguments = ParamSpec("Arguments")
