@@ -73,7 +73,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy", "matrix_optimizer", "layout", "replicas",
-        "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
+        "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state",
         "held_tensors",
     }
 )  # fmt: skip
@@ -114,7 +114,6 @@ HEAVY_FILES: Final = frozenset(
         "parallel/matrix_optimizer.py",
         "parallel/layout.py",
         "parallel/pipeline/schedule.py",
-        "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/state.py",
         "parallel/pipeline/strategy.py",
         "parallel/replicas.py",

@@ -43,8 +43,7 @@ from ..replicas import broadcast
 from ..state import ModelState
 from ..tensor_parallel import parallelize, placements_of
 from .partition import Stage, choose_split_points, drop_other_stages, split_into_stages
-from .schedule import LossFunction, PipelineSchedule, broadcast_object
-from .sharded_stages import shard_stage
+from .schedule import LossFunction, PipelineSchedule, broadcast_object, shard_stage
 from .state import StageAccess
 
 #: The first torch whose schedules needn't return outputs; those of 2.6 can't evaluate either.
