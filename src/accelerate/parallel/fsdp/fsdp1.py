@@ -42,8 +42,15 @@ from ..held_tensors import HeldTensor
 from ..matrix_optimizer import needs_whole_matrices
 from ..rebind import compile_like_given, ensure_weights_retied, inner_optimizer
 from ..state import ModelState
-from .packed import refuse_cast
-from .setup import FSDPStrategy, average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
+from .setup import (
+    FSDPStrategy,
+    average_ignored,
+    broadcast_from_main,
+    move_unit,
+    refuse_cast,
+    replicate_unsharded,
+    upcast_trainable,
+)
 from .state import FlatAccess, flat_held_tensors, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
 

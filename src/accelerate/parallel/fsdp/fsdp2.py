@@ -33,14 +33,16 @@ from ..replicas import ReplicaGradients, train_in_place
 from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
 from ..state import ModelState
 from ..tensor_parallel import parallelize
-from .packed import attach_statistics, broadcast_statistics, check_packed, store_as
 from .setup import (
     FSDPStrategy,
+    attach_statistics,
     average_ignored,
     broadcast_from_main,
+    broadcast_statistics,
     move_unit,
     refuse_old_torch,
     replicate_unsharded,
+    store_packed,
     upcast_trainable,
 )
 from .wrapping import find_ignored, find_wrap_units
@@ -118,8 +120,7 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
         if plugin.cpu_ram_efficient_loading:
             broadcast_statistics(model, self.world)
-        check_packed(model)
-        store_as(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))
+        store_packed(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_wrap_units(model, plugin.auto_wrap_policy, ignored)
