@@ -119,7 +119,6 @@ HEAVY_FILES: Final = frozenset(
         "parallel/replicas.py",
         "parallel/sharded_strategy.py",
         "parallel/tensor_parallel.py",
-        "parallel/uneven_inputs.py",
         "training/averaging.py",
     ]
 )

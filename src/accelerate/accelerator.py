@@ -1285,7 +1285,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
                     optimizer.step()
             ```
         """
-        from .parallel.uneven_inputs import join_uneven_inputs
+        from .parallel.ddp import join_uneven_inputs
 
         return join_uneven_inputs(
             self.world, [*joinables], self._dataloaders, configured=self.even_batches, override=even_batches
