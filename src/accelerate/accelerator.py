@@ -29,6 +29,7 @@ from .parallel.base import (
     Clipping,
     PreparedArgument,
     PreparedArguments,
+    ReplaceableSteps,
     Role,
     StrategyOptions,
     clipped_parameters,
@@ -36,7 +37,6 @@ from .parallel.base import (
     require_role,
 )
 from .parallel.compile import uncompiled
-from .parallel.replaceable import ReplaceableSteps
 from .plugins.handlers import GradientAccumulationPlugin
 from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
