@@ -347,8 +347,7 @@ def _read(folder: Path, state: StateDict) -> None:
 # ------------------------------------------------------------------------- models of ordinary tensors and DTensors
 
 
-@final
-class InPlace(StateAccess):
+class LiveAccess(StateAccess, ABC):
     """Access to models whose parameters are plain tensors or DTensors, and to their optimizers.
 
     Args:
@@ -369,8 +368,7 @@ class InPlace(StateAccess):
     ) -> None:
         self._named = named_parameters or _named_parameters
         self._canonical, self._broadcasting = canonical, broadcasting
-        self._restorer = restorer
-        self._before_gathering = before_gathering
+        self._restorer, self._before_gathering = restorer, before_gathering
 
     def canonical(self, name: str) -> str:
         """Return the name in the user's own model for a name in the prepared model's state dict."""
@@ -525,10 +523,15 @@ class InPlace(StateAccess):
 
 
 @final
+class InPlace(LiveAccess):
+    """Access to models of which every tensor has values on this rank, or shards on all ranks."""
+
+
+@final
 class _ShardedModel:
     """A wrapper of a model with DTensors, into which full tensors can be loaded."""
 
-    def __init__(self, access: InPlace, model: torch.nn.Module) -> None:
+    def __init__(self, access: LiveAccess, model: torch.nn.Module) -> None:
         self._access = access
         self._model = model
 

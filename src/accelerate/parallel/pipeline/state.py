@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import distributed as dist
 
-from ...checkpointing.fit import OptimizerLayout, require_fit
+from ...checkpointing.fit import require_fit
 from ...checkpointing.run_state import StateDict
-from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
+from ...checkpointing.sharded import LiveAccess, NamedParameters, gather_tensor, shard_like
 from ...distributed.mesh import Mesh
 from ...torch_private.modules import loaded
 from ..matrix_optimizer import shard_state
@@ -18,18 +18,14 @@ from ..rebind import canonical_name
 
 
 @final
-class StageAccess(StateAccess):
+class StageAccess(LiveAccess):
     """Access to models whose tensors have values on their stages' ranks, and are on the meta device elsewhere."""
 
     def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
+        super().__init__(named_parameters, canonical_name)
         self._mesh, self._device = mesh, device
-        self._in_place = InPlace(named_parameters, canonical_name)
 
     # -- models --------------------------------------------------------------------------------------------
-
-    def canonical(self, name: str) -> str:
-        """Return ``name`` as in the user's own model."""
-        return canonical_name(name)
 
     def load_target(self, model: torch.nn.Module) -> _PipelineReceiver:
         """Return a load target that takes full state dicts and keeps this rank's tensors."""
@@ -59,38 +55,13 @@ class StageAccess(StateAccess):
         dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
         return value.cpu() if keeps else None
 
-    def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
-        """Return this rank's tensors, or shards of them; those of other stages are on the meta device."""
-        return self._in_place.model_shards(model)
-
-    def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
-        """Do nothing: this rank's tensors were loaded in place."""
-
     # -- optimizers ----------------------------------------------------------------------------------------
-
-    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return the parameters; those of other stages are on the meta device."""
-        return self._in_place.layouts(models)
-
-    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
-        """Return the names of the parameters of all stages."""
-        return self._in_place.parameter_names(models)
-
-    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
-        """Return names and shapes of the optimizer's parameters on all stages."""
-        return self._in_place.optimizer_layout(optimizer, models)
-
-    def optimizer_shards(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
-    ) -> dict[str, object]:
-        """Return this rank's part of the optimizer state."""
-        return self._in_place.optimizer_shards(optimizer, models)
 
     def load_optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
     ) -> None:
         """Load the optimizer state of this rank's stages, and drop that of other stages."""
-        self._in_place.load_optimizer_shards(optimizer, models, shards)
+        super().load_optimizer_shards(optimizer, models, shards)
         _drop_state_of_other_stages(optimizer)
 
     def full_optimizer_state(
@@ -122,7 +93,7 @@ class StageAccess(StateAccess):
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
     ) -> None:
         """Load the optimizer state of this rank's stages, and drop that of other stages."""
-        self._in_place.load_full_optimizer_state(optimizer, models, state)
+        super().load_full_optimizer_state(optimizer, models, state)
         _drop_state_of_other_stages(optimizer)
 
 
