@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast, final
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from ..torch_private.fsdp import (
     sharded_parameters,
     snapshot_sharded_gradients,
 )
-from ..training.oom_retry import Retryable, snapshot_gradients
+from ..training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ..training.open_window import GradientHolder
 from .base import Clipping, Strategy, StrategyOptions
 from .compile import uncompiled
@@ -30,7 +30,7 @@ from .gradient_norm import clip_sharded_grad_norm
 from .gradients import ShardedGradients
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name, inner_optimizer
-from .replicas import ReplicaGradients, backward_on_all, is_averaged
+from .replicas import ReplicaGradients, backward_on_all, is_averaged, train_in_place
 from .state import ModelState, Owner
 
 
@@ -41,12 +41,29 @@ class ShardedStrategy(Strategy, ABC):
         super().__init__(world, options)
         self._replicas: list[ReplicaGradients] = []  # replicated parameters beside shards
         self._units: WeakSet[FSDPModule] = WeakSet()  # the outermost ones of all models
+        self._unreduced: set[int] = set()  # the models inside no_sync
+        can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
+        self.retry: Retryable | None = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     def release(self) -> None:
         """Drop all references to the models."""
         super().release()
         self._replicas.clear()
         self._units.clear()
+
+    def _train_in_place(self, model: torch.nn.Module) -> None:
+        """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce."""
+        self._replicas += train_in_place(model, self.mesh, self._reduces(model))
+        self._units.update(outer_units(model))
+
+    def _reduces(self, model: torch.nn.Module) -> Callable[[], bool]:
+        """Return a function that returns whether backward passes through ``model`` reduce gradients."""
+        key = id(model)
+        return lambda: key not in self._unreduced
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
+        return _without_reduction(uncompiled(model), self._unreduced)
 
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
@@ -147,7 +164,7 @@ def _is_trained(unit: FSDPModule) -> bool:
 
 
 @contextmanager
-def without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[None]:
+def _without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[None]:
     """Enter a context in which ``fully_shard`` doesn't reduce gradients; ``unreduced`` then has the model's id."""
     if id(model) in unreduced:  # the context around this one ends it
         yield

@@ -12,30 +12,20 @@ from typing import final
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ...distributed.world import World
 from ...errors import SettingError
 from ...modules import is_sharded, move_tensor
-from ...parallel.base import PreparedArguments, Role, StrategyOptions
-from ...parallel.compile import uncompiled
+from ...parallel.base import PreparedArguments, Role
 from ...parallel.ddp import replica_in
 from ...parallel.fsdp.setup import refuse_old_torch
 from ...parallel.rebind import disable_foreach_across_meshes, inner_optimizer
-from ...parallel.replicas import train_in_place
-from ...parallel.sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
+from ...parallel.sharded_strategy import ShardedState, ShardedStrategy
 from ...parallel.state import ModelState
 from ...precision import Precision
-from ...training.oom_retry import RetryMode
 
 
 @final
 class Adopted(ShardedStrategy):
     """The strategy for models in their own layout: sharded, or replicated beside sharded ones."""
-
-    def __init__(self, world: World, options: StrategyOptions) -> None:
-        super().__init__(world, options)
-        self._unreduced: set[int] = set()  # the models inside no_sync
-        can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
-        self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True."""
@@ -64,9 +54,7 @@ class Adopted(ShardedStrategy):
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce."""
         if replica_in(model) is None:
-            key = id(model)
-            self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
-            self._units.update(outer_units(model))
+            self._train_in_place(model)
         return model
 
     def _refuse_unfit(self, model: torch.nn.Module) -> None:
@@ -104,7 +92,7 @@ class Adopted(ShardedStrategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes don't reduce gradients."""
         replica = replica_in(model)
-        return without_reduction(uncompiled(model), self._unreduced) if replica is None else replica.no_sync()
+        return super().no_sync(model) if replica is None else replica.no_sync()
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
 from weakref import WeakSet
@@ -23,14 +21,13 @@ from ...modules import is_sharded
 from ...precision import Precision
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import sharded_parameters
-from ...training.oom_retry import Retryable, RetryMode
 from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import shard_experts
 from ..rebind import compile_like_given, inner_optimizer
-from ..replicas import ReplicaGradients, train_in_place
-from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
+from ..replicas import ReplicaGradients
+from ..sharded_strategy import ShardedState, ShardedStrategy, outer_units
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .setup import (
@@ -61,9 +58,6 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         refuse_old_torch(world.device)
         super().__init__(world, options)
         self._shards: DeviceMesh | None = None
-        self._unreduced: set[int] = set()  # the models inside no_sync
-        can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
-        self.retry: Retryable | None = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if all of ``model`` came under ``fully_shard``; then it isn't sharded again."""
@@ -104,9 +98,7 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         if evaluation_mode or isinstance(model, FSDPModule):
             if not evaluation_mode and model not in _own:
                 self.recompute(model)
-                key = id(model)
-                self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
-                self._units.update(outer_units(model))
+                self._train_in_place(model)
             return super().place_model(given, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
@@ -160,7 +152,6 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
             options["mp_policy"] = plugin.mixed_precision_policy
         if ignored_parameters:
             options["ignored_params"] = ignored_parameters
-        key = id(model)
         sends = plugin.cpu_ram_efficient_loading
         for unit in [*units, model]:
             if sends:  # unit by unit, so that only rank 0 ever has the full model
@@ -180,18 +171,17 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
         self._units.update(outer_units(model))
         attach_statistics(model)
         replicate_unsharded(model, mesh, self.world)
-        self._average_ignored(model, ignored, lambda: key not in self._unreduced)
+        self._average_ignored(model, ignored)
         others = [axis for axis in TOKEN_AXES if axis != "ep"]  # over which otherwise unsharded experts are replicated
         group, size = self.mesh.group(*others), self.mesh.size(*others)
         if group is not None:
-            average_ignored(left_out, group, size, lambda: key not in self._unreduced)
+            average_ignored(left_out, group, size, self._reduces(model))
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
 
-    def _average_ignored(
-        self, model: torch.nn.Module, ignored: list[torch.nn.Module], reduces: Callable[[], bool]
-    ) -> None:
+    def _average_ignored(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> None:
         """Average the gradients of ``ignored`` over the ranks, because ``fully_shard`` doesn't."""
+        reduces = self._reduces(model)
         modules = [module for one in ignored for module in one.modules()]
         sparse = [module for module in modules if getattr(module, "sparse", False)]
         average_ignored(sparse, None, self.world.size, reduces)
@@ -227,13 +217,6 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
     def _replicated(self, shards: DeviceMesh) -> DeviceMesh:
         """Return ``shards`` with the replicating axis in front."""
         return concatenated([self.mesh.over("dp_replicate"), shards], self.mesh.device_mesh)
-
-    # -- training ------------------------------------------------------------------------------------------
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
-        sharded = uncompiled(model)
-        return without_reduction(sharded, self._unreduced) if isinstance(sharded, FSDPModule) else nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------
 
