@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import update_wrapper, wraps
@@ -383,20 +383,9 @@ def report_conversion(
     # Ask before converting, which changes modules in place and so the answers.
     reasons = {name: why_not(name, module) for name, module in before.items()}
     model = convert(model)
-    modules = tuple(_module_reports(model, kinds, reasons, is_converted))
-    return model, ConversionReport(type(model).__name__, backend, modules)
-
-
-def _module_reports(
-    model: torch.nn.Module,
-    kinds: dict[str, str],
-    reasons: dict[str, str],
-    is_converted: Callable[[torch.nn.Module], bool],
-) -> Iterator[ConvertedModule]:
+    modules: list[ConvertedModule] = []
     for name, module in model.named_modules():
         became = type(module).__name__
-        kind = kinds.get(name, became)  # a module that converting has added
-        if is_converted(module):
-            yield ConvertedModule(name, kind, became)
-        else:
-            yield ConvertedModule(name, kind, became, reasons.get(name) or OTHER_KIND)
+        reason = "" if is_converted(module) else reasons.get(name) or OTHER_KIND
+        modules.append(ConvertedModule(name, kinds.get(name, became), became, reason))  # no kind: converting added it
+    return model, ConversionReport(type(model).__name__, backend, tuple(modules))
