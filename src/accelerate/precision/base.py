@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,9 +25,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Precision(ABC):
+class Precision(ABC):  # noqa: B024  (every member has a default)
     """The dtypes in which a model computes. Every hook does nothing unless a precision overrides it."""
 
+    #: The name in the interface: no, fp16, bf16, fp8.
+    label: str = "no"
     #: The gradient scaler, if the precision needs one; callers may assign another.
     scaler: torch.amp.GradScaler | None = None
     #: Whether forward passes run under autocast; callers may switch it off.
@@ -39,11 +41,6 @@ class Precision(ABC):
     reports: Sequence[ConversionReport] = ()
     #: The package that converts, by its name in the interface (AO, TE).
     backend: str | None = None
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """The name in the interface: no, fp16, bf16, fp8."""
 
     def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise if the new models and optimizers of one ``prepare`` call have to be converted together and aren't."""
@@ -82,23 +79,16 @@ class Precision(ABC):
 class FullPrecision(Precision):
     """The precision of a model that computes in the dtypes of its parameters."""
 
-    @property
-    def label(self) -> str:
-        """The name: no."""
-        return "no"
-
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision by autocast: fp16 (with a gradient scaler) and bf16
 
-_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 class Autocasting(Precision, ABC):
-    """The base of precisions that run forwards under autocast in ``dtype`` and cast outputs to ``output_dtype``.
+    """The base of precisions that run forwards under autocast and cast outputs to ``output_dtype``.
 
     Args:
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        label: fp16, or bf16 or fp8, which both compute under autocast in bf16.
         device_type: the device type for autocast (``"cuda"``, ``"cpu"``, ...).
         scaler: the gradient scaler (fp16), or None.
         handler: AutocastKwargs; with ``output_dtype=None``, outputs stay in the compute dtype.
@@ -106,14 +96,15 @@ class Autocasting(Precision, ABC):
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        label: str,
         device_type: str,
         scaler: torch.amp.GradScaler | None = None,
         handler: AutocastKwargs | None = None,
     ) -> None:
+        self.label = label
         self.scaler = scaler
         self._device_type = device_type
-        self._dtype = dtype
+        self._dtype = torch.float16 if label == "fp16" else torch.bfloat16
         self.handler = handler
         self.is_autocast = True
 
@@ -142,21 +133,6 @@ class Autocasting(Precision, ABC):
 @final
 class AutocastPrecision(Autocasting):
     """The precision ``"fp16"`` or ``"bf16"`` (``label``), with autocast."""
-
-    def __init__(
-        self,
-        label: str,
-        device_type: str,
-        scaler: torch.amp.GradScaler | None = None,
-        handler: AutocastKwargs | None = None,
-    ) -> None:
-        super().__init__(_HALF[label], device_type, scaler, handler)
-        self._label = label
-
-    @property
-    def label(self) -> str:
-        """The name: fp16 or bf16."""
-        return self._label
 
 
 def _is_patched(model: torch.nn.Module) -> bool:
@@ -244,11 +220,6 @@ class TruePrecision(Precision):
             raise SettingError(f"parameter_dtype={dtype}: this {device_type} device can't compute in it. Leave it out.")
         self.dtype = dtype
         self.handler = handler
-
-    @property
-    def label(self) -> str:
-        """The name: no, because precision isn't mixed."""
-        return "no"
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cast the floating-point tensors of ``model`` to the dtype; the parameters stay the same objects."""

@@ -96,13 +96,8 @@ class Fp8Precision(Autocasting, ABC):
     def __init__(
         self, device_type: str, scaler: torch.amp.GradScaler | None = None, handler: AutocastKwargs | None = None
     ) -> None:
-        super().__init__(torch.bfloat16, device_type, scaler, handler)
+        super().__init__("fp8", device_type, scaler, handler)
         self.reports: Sequence[ConversionReport] = ()
-
-    @property
-    def label(self) -> str:
-        """The name: fp8."""
-        return "fp8"
 
     def record(self, report: ConversionReport) -> None:
         """Keep ``report``, and log on the main process which modules were converted.
