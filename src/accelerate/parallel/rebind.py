@@ -47,24 +47,12 @@ def inner_optimizer(optimizer: Stateful) -> torch.optim.Optimizer:
     return inner
 
 
-def rebind(
-    optimizers: Iterable[torch.optim.Optimizer],
-    before: Mapping[str, torch.Tensor],
-    after: Mapping[str, torch.Tensor],
-) -> None:
-    """Replace each parameter of ``before`` in ``optimizers`` by the one of the same name in ``after``.
-
-    Parameters without a name in ``before`` stay. Existing optimizer state moves to the new parameters.
-
-    Raises:
-        PreparationError: one new parameter would be in two parameter groups.
-    """
-    OptimizerRebinding(optimizers, before.items()).resolve(after)
-
-
 @final
 class OptimizerRebinding:
-    """Optimizers that hold names instead of parameters until :meth:`resolve`, to free the parameters' memory."""
+    """Optimizers that hold names instead of parameters until :meth:`resolve`, to free the parameters' memory.
+
+    Parameters without a name in ``before`` stay. Existing optimizer state moves to the new parameters.
+    """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], before: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._optimizers = list({id(inner): inner for inner in map(inner_optimizer, optimizers)}.values())
@@ -82,7 +70,11 @@ class OptimizerRebinding:
                 group["params"][:] = [names.get(id(parameter), parameter) for parameter in group["params"]]
 
     def resolve(self, after: Mapping[str, torch.Tensor]) -> None:
-        """Replace the names in the optimizers by the parameters with these names in ``after``."""
+        """Replace the names in the optimizers by the parameters with these names in ``after``.
+
+        Raises:
+            PreparationError: one new parameter would be in two parameter groups.
+        """
         for optimizer, states in zip(self._optimizers, self._state, strict=True):
             owners: dict[int, int] = {}
             for number, group in enumerate(optimizer.param_groups):

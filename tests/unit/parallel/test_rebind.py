@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.errors import PreparationError
-from accelerate.parallel.rebind import canonical_name, rebind
+from accelerate.parallel.rebind import OptimizerRebinding, canonical_name
 
 
 def test_groups_hold_the_parameters_of_the_same_names() -> None:
@@ -20,7 +20,8 @@ def test_groups_hold_the_parameters_of_the_same_names() -> None:
     momentum = optimizer.state[old.weight]["momentum_buffer"]
     held = optimizer.param_groups[0]["params"]
     before = {"weight": old.weight, "bias": old.bias, "tied": old.weight}
-    rebind([optimizer], before, {"weight": new.weight, "bias": new.bias, "tied": new.weight})
+    after = {"weight": new.weight, "bias": new.bias, "tied": new.weight}
+    OptimizerRebinding([optimizer], before.items()).resolve(after)
     assert optimizer.param_groups[0]["params"] is held
     assert held[0] is new.weight and held[1] is stranger
     assert optimizer.param_groups[1]["params"][0] is new.bias
@@ -33,11 +34,11 @@ def test_several_names_of_one_new_parameter_are_one_entry() -> None:
     old, flat = nn.Linear(2, 2), nn.Parameter(torch.ones(6))
     before = {"weight": old.weight, "bias": old.bias}
     together = torch.optim.SGD(old.parameters(), lr=0.1)
-    rebind([together], before, dict.fromkeys(before, flat))
+    OptimizerRebinding([together], before.items()).resolve(dict.fromkeys(before, flat))
     assert [id(p) for p in together.param_groups[0]["params"]] == [id(flat)]
     apart = torch.optim.SGD([{"params": [old.weight]}, {"params": [old.bias]}], lr=0.1)
     with pytest.raises(PreparationError, match="use_orig_params"):
-        rebind([apart], before, dict.fromkeys(before, flat))
+        OptimizerRebinding([apart], before.items()).resolve(dict.fromkeys(before, flat))
 
 
 def test_a_model_on_the_meta_device_takes_its_optimizer_along() -> None:
@@ -46,7 +47,7 @@ def test_a_model_on_the_meta_device_takes_its_optimizer_along() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = dict(model.named_parameters())
     model.to("meta")
-    rebind([optimizer], before, dict(model.named_parameters()))
+    OptimizerRebinding([optimizer], before.items()).resolve(dict(model.named_parameters()))
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
 
 
