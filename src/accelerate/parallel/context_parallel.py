@@ -63,7 +63,7 @@ def split_sequences(
                 f"A buffer of shape {list(tensor.shape)} can't be split along dimension {dim}: {axis}_size="
                 f"{mesh.size(axis)} takes sequences whose length is a multiple of {num_parts}. Pad them."
             )
-    if axis == "cp" and _torch_shards_attention(mesh):
+    if axis == "cp" and mesh.world.kind.shards_attention:
         return _torch_context_parallel(mesh, config, tensors, dims, dropped)
     if axis == "cp" and mesh.world.device.type != "cpu" and config.cp_handler.cp_comm_strategy != "allgather":
         raise SettingError(
@@ -71,10 +71,6 @@ def split_sequences(
             "kernels for CUDA and the CPU only. Use TorchContextParallelConfig(cp_comm_strategy='allgather')."
         )
     return _split(mesh, axis, config, tensors, dims, dropped)
-
-
-def _torch_shards_attention(mesh: Mesh) -> bool:
-    return mesh.world.kind.shards_attention
 
 
 @contextmanager
@@ -179,7 +175,7 @@ def prepare_attention(model: torch.nn.Module, mesh: Mesh) -> None:
     if mesh.active("cp"):
         refuse_windows(model)
     attach_context_parallel_hooks(model)
-    if mesh.active("sp") or not _torch_shards_attention(mesh):
+    if mesh.active("sp") or not mesh.world.kind.shards_attention:
         _check_attention_is_sharded(model)
 
 

@@ -118,15 +118,13 @@ def _held(names: tuple[str, ...], tensor: torch.Tensor) -> HeldTensor:
     sharded = cast("DTensor", tensor)
     if sharded.device_mesh.get_coordinate() is None:
         return HeldTensor(names, shape, tensor.dtype, None, None)
-    local, region = _values_of(sharded.to_local()), region_of(sharded)
+    local: Any = sharded.to_local()
+    if callable(getattr(local, "wait", None)):  # the result of a pending collective
+        local = local.wait()
+    region = region_of(sharded)
     if region is None:
         raise NotBuilt(
             f"{names[0]!r} of shape {list(shape)} is sharded as {sharded.placements}, and this rank's shard of "
             f"shape {list(local.shape)} is no single region: it can't be streamed. Use get_state_dict()."
         )
     return HeldTensor(names, shape, tensor.dtype, local, region if size_of(region) else None)
-
-
-def _values_of(local: Any) -> torch.Tensor:
-    """Return the values of a shard, after waiting for a pending collective."""
-    return local.wait() if callable(getattr(local, "wait", None)) else local

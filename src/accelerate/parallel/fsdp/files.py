@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
@@ -86,7 +86,7 @@ def save_fsdp_model(
     """
     from torch.distributed.fsdp import StateDictType
 
-    access = _access(accelerator, model)
+    access = accelerator.strategy.state.access
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
         state = _of_adapter(access.full_model_state(model, accelerator.world.is_main), model, adapter_only)
@@ -114,7 +114,7 @@ def load_fsdp_model(
         CheckpointNotFound: ``input_dir`` has neither form.
     """
     accelerator.wait_for_everyone()
-    access = _access(accelerator, model)
+    access = accelerator.strategy.state.access
     folder, file = weights_folder(input_dir, model_index), classic_weights(input_dir, model_index)
     adapter = _Adapter(access, model) if adapter_only and _is_adapted(model) else None
     if is_sharded(folder):
@@ -140,7 +140,7 @@ def save_fsdp_optimizer(
     """Write ``optimizer``'s state to ``output_dir``: `optimizer.bin`, or in shards `optimizer_0/`; a collective."""
     from torch.distributed.fsdp import StateDictType
 
-    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    access, inner = accelerator.strategy.state.access, inner_optimizer(optimizer)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
         state = access.full_optimizer_state(inner, [model], accelerator.world.is_main)
@@ -168,7 +168,7 @@ def load_fsdp_optimizer(
         CheckpointNotFound: ``input_dir`` has neither form.
     """
     accelerator.wait_for_everyone()
-    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    access, inner = accelerator.strategy.state.access, inner_optimizer(optimizer)
     folder = optimizer_folder(input_dir, optimizer_index)
     if is_sharded(folder):
         read_optimizer_shards(access, inner, [model], folder)()
@@ -176,10 +176,6 @@ def load_fsdp_optimizer(
         state, layout = OPTIMIZER.read(Path(input_dir), optimizer_index), access.optimizer_layout(inner, [model])
         state, _ = by_name(state, layout, inner, access.parameter_names([model]), f"optimizer {optimizer_index}")
         access.load_full_optimizer_state(inner, [model], state)
-
-
-def _access(accelerator: ShardingAccelerator, model: torch.nn.Module) -> StateAccess:
-    return accelerator.strategy.state.access
 
 
 def _is_adapted(model: torch.nn.Module) -> bool:
@@ -313,20 +309,16 @@ def fsdp2_load_full_state_dict(
 ) -> torch.nn.Module:
     """Load ``full_sd``, which only rank 0 needs to hold, into the sharded ``model``; a collective."""
     world = accelerator.world
-    for name, tensor in _targets(model):
-        value = full_sd[name].detach().to(world.device) if world.is_main else None
-        if value is None:
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if world.is_main:
+            value = full_sd[canonical_name(name)].detach().to(world.device, tensor.dtype).contiguous()
+        else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-        value = value.to(tensor.dtype).contiguous()
         torch.distributed.broadcast(value, 0)
         tensor.copy_(shard_like(value, tensor))
     return model
-
-
-def _targets(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for name, value in model.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            yield canonical_name(name), value
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedScaler:
