@@ -74,7 +74,6 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy", "matrix_optimizer", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state",
-        "held_tensors",
     }
 )  # fmt: skip
 

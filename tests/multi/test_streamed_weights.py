@@ -361,7 +361,7 @@ def test_an_inference_server_gets_all_or_its_death_is_told_to_all(takes: int) ->
 def test_an_exchange_of_overlapping_regions_is_refused() -> None:
     """As one that can't be read."""
     from accelerate.distributed.world import World
-    from accelerate.parallel.held_tensors import HeldTensor
+    from accelerate.parallel.state import HeldTensor
     from accelerate.parallel.streaming import BucketExchange, WeightExchange
 
     part = HeldTensor(("w",), (4,), torch.float32, torch.zeros(2), ((0, 2),))

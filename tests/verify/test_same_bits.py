@@ -11,7 +11,7 @@ import torch
 from accelerate.guests.scripts.verify.findings import together
 from accelerate.guests.scripts.verify.moments import Places
 from accelerate.guests.scripts.verify_command import main
-from accelerate.parallel.held_tensors import HeldTensor
+from accelerate.parallel.state import HeldTensor
 from tests.slow import IS_SLOW, slow_for
 from tests.verify.corpus import BARE, Script
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import NotBuilt
-from .held_tensors import Region, buckets, part_of, region_of, shape_of, size_of
+from .state import Region, buckets, part_of, region_of, shape_of, size_of
 
 #: The attribute of an optimizer, and the key of a parameter group, that say whether it needs whole matrices.
 DECLARATION: Final = "needs_whole_matrices"

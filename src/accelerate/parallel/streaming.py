@@ -29,8 +29,8 @@ from ..distributed.collectives import coordinator_of, gather_object
 from ..distributed.messages import checksum
 from ..distributed.world import World
 from ..errors import CollectiveError, NotBuilt, SettingError
-from .held_tensors import HeldTensor, Region, buckets, shape_of, size_of
 from .rebind import canonical_name
+from .state import HeldTensor, Region, buckets, shape_of, size_of
 
 if TYPE_CHECKING:
     from .base import Strategy

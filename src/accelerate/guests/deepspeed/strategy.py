@@ -32,9 +32,8 @@ from ...parallel.base import (
     refuse_placeholders,
 )
 from ...parallel.compile import compile_regions_deepspeed
-from ...parallel.held_tensors import HeldTensor
 from ...parallel.rebind import canonical_name
-from ...parallel.state import ModelState
+from ...parallel.state import HeldTensor, ModelState
 from ...plugins.parallelism import ParallelismConfig
 from ...precision import Precision
 from ...settings import env

@@ -33,9 +33,8 @@ from ...parallel.base import (
     StrategyOptions,
     refuse_placeholders,
 )
-from ...parallel.held_tensors import HeldTensor
 from ...parallel.rebind import canonical_name
-from ...parallel.state import ModelState
+from ...parallel.state import HeldTensor, ModelState
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from .engine import PURPOSE, MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper

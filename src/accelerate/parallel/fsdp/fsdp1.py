@@ -38,10 +38,9 @@ from ..base import Clipping, PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, norm_dtype, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
-from ..held_tensors import HeldTensor
 from ..matrix_optimizer import needs_whole_matrices
 from ..rebind import compile_like_given, ensure_weights_retied, inner_optimizer
-from ..state import ModelState
+from ..state import HeldTensor, ModelState
 from .setup import (
     FSDPStrategy,
     average_ignored,

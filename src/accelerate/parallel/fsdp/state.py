@@ -32,8 +32,8 @@ from ...torch_private.fsdp import (
 )
 from ...torch_private.modules import non_persistent_buffers, takes_data_of
 from ..compile import uncompiled
-from ..held_tensors import HeldTensor, held_tensors
 from ..rebind import canonical_name, inner_optimizer, parameters_by_name
+from ..state import HeldTensor, held_tensors
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"

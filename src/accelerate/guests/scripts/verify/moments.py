@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from ....parallel.held_tensors import HeldTensor, held_tensors
+from ....parallel.state import HeldTensor, held_tensors
 from .record import Moments
 
 #: Radians between the places of two elements; no multiple of it is near a multiple of a full turn.
