@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..distributed.mesh import Mesh
 from ..errors import PreparationError, SettingError
 from ..modules import replace_tensors
-from ..plugins.parallelism import ExpertParallelConfig
+from ..plugins.parallelism import ParallelismConfig
 from .tensor_parallel import matching
 
 _IS_EXPERT_PARALLEL = "_is_expert_parallel"
 
 
-def shard_experts(model: torch.nn.Module, mesh: Mesh, config: ExpertParallelConfig | None) -> list[torch.nn.Module]:
+def shard_experts(model: torch.nn.Module, mesh: Mesh, parallelism: ParallelismConfig | None) -> list[torch.nn.Module]:
     """Shard the experts of ``model`` over the ``ep`` axis, if there is one; return the modules that hold them.
 
     Raises:
@@ -38,6 +38,7 @@ def shard_experts(model: torch.nn.Module, mesh: Mesh, config: ExpertParallelConf
     size = mesh.size("ep")
     if size == 1:
         return []
+    config = None if parallelism is None else parallelism.ep_handler
     patterns = getattr(config, "plan", None) or getattr(model, "ep_plan", None)
     if not patterns:
         raise PreparationError(

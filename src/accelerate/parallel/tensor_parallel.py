@@ -29,7 +29,7 @@ from ..distributed.world import World
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import Place, get_model_tp_size, is_sharded, parameter_places, put_parameter
-from ..plugins.parallelism import TorchTensorParallelConfig
+from ..plugins.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
 from ..training.oom_retry import Retryable, RetryMode
@@ -68,8 +68,8 @@ _OTHER_SPELLINGS = {
 Plan = Mapping[str, "str | ParallelStyle"]
 
 
-def parallelize(model: torch.nn.Module, mesh: Mesh, config: TorchTensorParallelConfig | None) -> None:
-    """Shard the layers of ``model`` over the ``tp`` axis of ``mesh``, by the plan of ``config`` or the model's own.
+def parallelize(model: torch.nn.Module, mesh: Mesh, parallelism: ParallelismConfig | None) -> None:
+    """Shard the layers of ``model`` over the ``tp`` axis of ``mesh``, by the configured plan or the model's own.
 
     Layers that the plan doesn't name are replicated. A model that was loaded in shards stays unchanged.
 
@@ -80,6 +80,7 @@ def parallelize(model: torch.nn.Module, mesh: Mesh, config: TorchTensorParallelC
     size = mesh.size("tp")
     if size == 1:
         return
+    config = None if parallelism is None else parallelism.tp_handler
     if any(is_sharded(parameter) for parameter in model.parameters()):
         check_size(model, size)
     else:
@@ -266,8 +267,7 @@ class TensorParallel(ShardedStrategy):
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the layers of ``model`` in place, and return it."""
-        config = self.options.plugins.parallelism
-        parallelize(model, self.mesh, None if config is None else config.tp_handler)
+        parallelize(model, self.mesh, self.options.plugins.parallelism)
         return model
 
     @property

@@ -48,7 +48,7 @@ from .setup import (
     move_unit,
     refuse_cast,
     replicate_unsharded,
-    upcast_trainable,
+    set_mixed_precision,
 )
 from .state import FlatAccess, flat_held_tensors, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
@@ -97,9 +97,7 @@ class FlatShard(FSDPStrategy):
         plugin = self.plugin
         given, model = model, self.unwrap(model, keep_torch_compile=False)
         model = precision.convert(model)
-        if precision.label != "no":
-            plugin.set_mixed_precision(precision.label)
-            upcast_trainable(model)
+        set_mixed_precision(plugin, model, precision)
         refuse_cast(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))
         precision.patch_forward(model)
         plugin.set_auto_wrap_policy(model)

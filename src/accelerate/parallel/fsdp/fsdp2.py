@@ -39,8 +39,8 @@ from .setup import (
     move_unit,
     refuse_old_torch,
     replicate_unsharded,
+    set_mixed_precision,
     store_packed,
-    upcast_trainable,
 )
 from .wrapping import find_ignored, find_wrap_units
 
@@ -102,14 +102,12 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
             return super().place_model(given, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
-        if precision.label != "no":
-            plugin.set_mixed_precision(precision.label)
-            upcast_trainable(model)
-        config = self.options.plugins.parallelism
-        parallelize(model, self.mesh, None if config is None else config.tp_handler)
+        set_mixed_precision(plugin, model, precision)
+        parallelism = self.options.plugins.parallelism
+        parallelize(model, self.mesh, parallelism)
         if self.shards_attention:
             prepare_attention(model, self.mesh)
-        experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
+        experts = shard_experts(model, self.mesh, parallelism)
         if plugin.cpu_ram_efficient_loading:
             broadcast_statistics(model, self.world)
         store_packed(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))

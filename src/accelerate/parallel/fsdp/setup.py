@@ -17,6 +17,7 @@ from ...errors import MissingDependency, PreparationError
 from ...logging import MultiProcessAdapter, get_logger
 from ...modules import move_tensor, parameter_places, put_parameter
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
+from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.modules import takes_data_of
 from ...versions import is_torch_version
@@ -59,8 +60,14 @@ def refuse_old_torch(device: torch.device) -> None:
         )
 
 
-def upcast_trainable(model: torch.nn.Module) -> None:
-    """Cast trainable parameters from half precision to float32, because half precision loses small updates."""
+def set_mixed_precision(plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module, precision: Precision) -> None:
+    """Set mixed precision on ``plugin``, and cast trainable parameters of ``model`` from half precision to float32.
+
+    Half precision loses small updates.
+    """
+    if precision.label == "no":
+        return
+    plugin.set_mixed_precision(precision.label)
     low = [
         name
         for name, parameter in model.named_parameters()

@@ -33,7 +33,7 @@ from ...training.recompute import chosen_modules, recompute_activations
 from ...versions import is_torch_version
 from ..base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
-from ..fsdp.setup import broadcast_from_main, upcast_trainable
+from ..fsdp.setup import broadcast_from_main, set_mixed_precision
 from ..fsdp.wrapping import find_wrap_units
 from ..gradient_norm import by_device_and_dtype, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
@@ -270,8 +270,7 @@ class PipelineStrategy(Strategy, ABC):
                 "one that can be traced symbolically (its own code calls its blocks, without looking at values), or "
                 "set tp_size=1."
             )
-        config = self.options.plugins.parallelism
-        parallelize(model, self.mesh, None if config is None else config.tp_handler)
+        parallelize(model, self.mesh, self.options.plugins.parallelism)
 
     def _prepare_for_sharding(
         self, plugin: FullyShardedDataParallelPlugin, model: nn.Module, precision: Precision
@@ -284,9 +283,7 @@ class PipelineStrategy(Strategy, ABC):
             )
         if plugin.cpu_ram_efficient_loading:
             broadcast_from_main(model, model, self.world)
-        if precision.label != "no":
-            plugin.set_mixed_precision(precision.label)
-            upcast_trainable(model)
+        set_mixed_precision(plugin, model, precision)
 
     def _shard(self, mine: Mapping[int, nn.Module], model: nn.Module, precision: Precision) -> None:
         plugin, mesh = self.options.plugins.fsdp, self.mesh
