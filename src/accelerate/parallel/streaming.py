@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -382,17 +382,16 @@ class WeightExchange:
                 holders.setdefault(region, []).append(rank)
         if tensor.whole in holders:
             holders = {tensor.whole: holders[tensor.whole]}
-        found = [(region, _nearest(ranks, receiver)) for region, ranks in sorted(holders.items())]
+        found = [
+            (region, min(ranks, key=lambda rank: (abs(rank - receiver), rank)))  # the nearest
+            for region, ranks in sorted(holders.items())
+        ]
         if sum(size_of(region) for region, _ in found) != tensor.num_elements:
             raise NotBuilt(
                 f"{tensor.names[0]!r} of shape {list(tensor.shape)} lies over the ranks in regions that don't make the "
                 "whole, or overlap: it can't be streamed. Use get_state_dict()."
             )
         return found
-
-
-def _nearest(ranks: Iterable[int], receiver: int) -> int:
-    return min(ranks, key=lambda rank: (abs(rank - receiver), rank))
 
 
 # --------------------------------------------------------------------------------------------------

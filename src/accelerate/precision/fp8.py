@@ -105,12 +105,9 @@ class Fp8Precision(Autocasting, ABC):
         The log is a warning if layers were kept because of their size, or if none was converted.
         """
         self.reports = [*self.reports, report]
-        log = logger.info if report.converted and not _has_surprise(report) else logger.warning
+        is_surprise = not report.converted or any("multiple" in module.reason for module in report.kept)
+        log = logger.warning if is_surprise else logger.info
         log("%s. print(accelerator.conversions[-1]) lists every module.", report.summary)
-
-
-def _has_surprise(report: ConversionReport) -> bool:
-    return any("multiple" in module.reason for module in report.kept)
 
 
 def why_linear_stays(module: torch.nn.Linear) -> str:
