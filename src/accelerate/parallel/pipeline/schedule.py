@@ -66,11 +66,6 @@ class TensorMeta:
 TensorMetas = tuple[TensorMeta, ...]
 
 
-def metas_of(inputs: Sequence[torch.Tensor], size: int) -> TensorMetas:
-    """Return the metadata of ``inputs``, with ``size`` samples."""
-    return tuple(TensorMeta.of(tensor[:size]) for tensor in inputs)
-
-
 @final
 @dataclass(frozen=True)
 class ScheduleKey:
@@ -79,8 +74,8 @@ class ScheduleKey:
     inputs: TensorMetas  # of one micro-batch
     num_parts: int
     _: KW_ONLY
-    training: bool = False
-    has_backward: bool = False
+    training: bool
+    has_backward: bool
 
 
 def broadcast_object(value: Any, rank: int, group: Any = None) -> Any:
@@ -122,11 +117,8 @@ class PipelineSchedule:
         self.stages = stages
         self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
         self._known: dict[ScheduleKey, tuple[Any, _StageTensors]] = {}
-        # The loss function, targets and losses of the running step.
-        self._loss_function: LossFunction | None = None
-        self._targets: list[Any] = []
-        self._losses: list[torch.Tensor] = []
-        self._factor: Any = 1.0
+        #: (output of the last stage, number of the micro-batch) -> loss; during a step.
+        self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -134,39 +126,34 @@ class PipelineSchedule:
         self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, scale: Any, training: bool
     ) -> torch.Tensor:
         """Accumulate gradients, times ``scale``, on every stage; return the loss of the batch on every rank."""
-        size = _size_of(inputs)
-        num_parts = self._num_parts(size)
-        key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training, has_backward=True)
-        schedule, flow = self._schedule(key)
-        self._loss_function, self._factor = _loss_of_leaves(flow.structure, loss_function), scale / num_parts
-        self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
-        self._losses = []
+        schedule, flow, num_parts = self._schedule(inputs, training=training, has_backward=True)
+        parts = [part for part, _ in split_batch(targets, len(inputs[0]), num_parts)]
+        losses: list[torch.Tensor] = []
+        factor = scale / num_parts
+
+        def loss_of(leaves: Any, number: torch.Tensor) -> torch.Tensor:
+            loss = loss_function(tree_unflatten(leaves, flow.structure), parts[int(number)])
+            losses.append(loss.detach())
+            return loss * factor
+
         # torch splits a range of micro-batch numbers instead of the targets, because those may have any structure.
         numbers = torch.arange(num_parts)
         given = inputs if 0 in self.stages else ()
+        self._loss_of = loss_of
         try:
             schedule.step(*given, target=numbers, return_outputs=False)
         finally:
+            self._loss_of = None
             self._free()
         loss = torch.zeros((), device=self._world.device)
-        if self._losses:
-            loss = torch.stack([part.to(torch.float32) for part in self._losses]).mean()
-        self._loss_function, self._targets, self._losses = None, [], []
+        if losses:
+            loss = torch.stack([part.to(torch.float32) for part in losses]).mean()
         dist.broadcast(loss, self._rank_of(self.num_stages - 1), self._group)
         return loss
 
-    def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        assert self._loss_function is not None, "the schedule runs inside train()"
-        loss = self._loss_function(output, self._targets[int(number)])
-        self._losses.append(loss.detach())
-        return loss * self._factor
-
     def evaluate(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
         """Return the output of the last stage for the whole batch, on every rank."""
-        size = _size_of(inputs)
-        num_parts = self._num_parts(size)
-        key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training)
-        schedule, flow = self._schedule(key)
+        schedule, flow, num_parts = self._schedule(inputs, training=training, has_backward=False)
         try:
             output = schedule.eval(*(inputs if 0 in self.stages else ()))
         finally:
@@ -198,11 +185,18 @@ class PipelineSchedule:
         wanted = self._config.num_micro_batches or self.num_stages
         return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0)
 
-    def _schedule(self, key: ScheduleKey) -> tuple[Any, _StageTensors]:
+    def _schedule(
+        self, inputs: Sequence[torch.Tensor], *, training: bool, has_backward: bool
+    ) -> tuple[Any, _StageTensors, int]:
+        """Return torch's schedule for a batch, the tensors of its stages, and the number of micro-batches."""
+        size = _size_of(inputs)
+        num_parts = self._num_parts(size)
+        metas = tuple(TensorMeta.of(tensor[: size // num_parts]) for tensor in inputs)
+        key = ScheduleKey(metas, num_parts, training=training, has_backward=has_backward)
         if key not in self._known:
-            flow = self._infer_stage_tensors(key.inputs, has_backward=key.has_backward)
-            self._known[key] = self._make(flow, key.num_parts, has_backward=key.has_backward), flow
-        return self._known[key]
+            flow = self._infer_stage_tensors(metas, has_backward=has_backward)
+            self._known[key] = self._make(flow, num_parts, has_backward=has_backward), flow
+        return *self._known[key], num_parts
 
     def _make(self, flow: _StageTensors, num_parts: int, *, has_backward: bool) -> Any:
         from torch.distributed.pipelining import (
@@ -228,8 +222,13 @@ class PipelineSchedule:
             for number, module in self.stages.items()
         ]
         num_ranks = len(self._ranks)
+
+        def loss_of(output: Any, number: torch.Tensor) -> torch.Tensor:  # the schedule is kept for other losses
+            assert self._loss_of is not None, "the schedule runs inside train()"
+            return self._loss_of(output, number)
+
         # Divide the losses: dividing gradients would also divide those of earlier micro-batches.
-        options: dict[str, Any] = {"loss_fn": self._loss_of if has_backward else None, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": loss_of if has_backward else None, "scale_grads": False}
         if len(stages) > 1:
             divides = num_parts % max(1, num_parts // num_ranks) == 0
             kind: Any = ScheduleInterleaved1F1B if has_backward and divides else ScheduleLoopedBFS
@@ -284,11 +283,6 @@ class PipelineSchedule:
             if not may_compute:
                 raise
             return stage(*(torch.zeros_like(shape.empty(self._world.device)) for shape in inputs))
-
-
-def _loss_of_leaves(structure: TreeSpec, loss_function: LossFunction) -> LossFunction:
-    """Return ``loss_function`` as a function of the output's flat list of tensors."""
-    return lambda leaves, targets: loss_function(tree_unflatten(leaves, structure), targets)
 
 
 @cache  # made when first needed: importing torch's part takes a while
