@@ -32,7 +32,6 @@ from .layout import (
     BUFFERS,
     CUSTOM,
     GRADIENTS,
-    INLINE_LIMIT_BYTES,
     LOADER,
     OPTIMIZER,
     RANDOM,
@@ -99,7 +98,7 @@ class StateItem(CheckpointItem):
         self._stem = stem
         self._folder = folder
         self._encoded = encoded
-        self._beside = beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES
+        self._beside = beside
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return the tensors that the document names."""

@@ -29,7 +29,7 @@ import numpy as np
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CUSTOM_CHECKPOINT_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCHEDULER_NAME, engine_tag
 from ..optional import require
-from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
+from .codec import Encoded, decode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
 from .run_state import StateDict
 from .storage import inside
 from .store import Create
@@ -51,24 +51,14 @@ def _numbered_folder(rank: int) -> str:
     return f"ranks_{rank // _RANKS_IN_FOLDER * _RANKS_IN_FOLDER:05d}/"
 
 
-def write_state(create: Create, stem: str, value: object, *, name: str, beside: bool) -> None:
-    """Write ``value`` to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``.
-
-    Raises:
-        EncodingError: a part of the value can't be encoded without pickle; the text begins with its path under
-            ``name``.
-    """
-    encoded = encode(value, name)
-    write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
-
-
 def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> None:
-    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``.
+    """Write an encoded state to ``{stem}.json``, and large tensors, or all with ``beside``, to ``{stem}.safetensors``.
 
     Args:
         folder: the subfolder, with a slash; empty for the checkpoint itself.
     """
     tensor_file = f"{stem}.safetensors"
+    beside = beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES
     content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
     if beside:
         with create(f"{folder}{tensor_file}") as file:

@@ -17,11 +17,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.world import current_world
-from ..errors import CheckpointError, CheckpointNotFound, SettingError
-from ..names import CUSTOM_CHECKPOINT_NAME, MANIFEST_NAME
+from ..errors import CheckpointError, SettingError
+from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .codec import encode, read_pickle, write_pickle
-from .layout import read_state, write_state
+from .layout import CUSTOM, write_encoded
 from .manifest import UNFINISHED_NAME, Manifest, read_manifest
 from .run_state import Hook, Saved, Stateful
 from .storage import inside
@@ -99,11 +99,6 @@ def atomic_file(folder: Path, name: str, *, pickle: bool = False) -> Iterator[Du
 # ------------------------------------------------------------------------------- registered objects of the user
 
 
-def custom_name(index: int) -> str:
-    """Return the stem of the files of the registered object at ``index``."""
-    return f"{CUSTOM_CHECKPOINT_NAME}_{index}"
-
-
 def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
     """Save the state of ``obj`` to folder ``path`` as object ``index``, on the main process.
 
@@ -118,7 +113,7 @@ def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, sav
     def create(file_name: str) -> AbstractContextManager[DurableFile]:
         return atomic_file(folder, file_name)
 
-    write_state(create, custom_name(index), obj.state_dict(), name=name, beside=True)
+    write_encoded(create, CUSTOM.name(index), encode(obj.state_dict(), name), beside=True)
 
 
 def load_custom_state(obj: Stateful, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
@@ -130,17 +125,7 @@ def load_custom_state(obj: Stateful, path: str | PathLike[str], index: int = 0, 
         CheckpointNotFound: there is no such state.
         CheckpointError: it can't be read.
     """
-    obj.load_state_dict(read_custom_state(Path(path), index, allow_pickle=allow_pickle))
-
-
-def read_custom_state(folder: Path, index: int, *, allow_pickle: bool = False) -> Any:
-    """Read the saved state of object ``index``, in either format."""
-    stem = custom_name(index)
-    if (folder / f"{stem}.json").is_file():
-        return read_state(folder, stem)
-    if (folder / f"{stem}.pkl").is_file():
-        return read_pickle(folder / f"{stem}.pkl", allow_pickle=allow_pickle)
-    raise CheckpointNotFound(f"{folder} holds no {stem}.json and no {stem}.pkl")
+    obj.load_state_dict(CUSTOM.read(Path(path), index, allow_pickle=allow_pickle))
 
 
 # --------------------------------------------------------------------------- save() and load() of single objects

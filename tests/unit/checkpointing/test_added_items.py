@@ -21,9 +21,8 @@ from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import encode
 from accelerate.checkpointing.items import ABSENT_RANKS, AddedItems, StateItem
-from accelerate.checkpointing.layout import RANDOM
+from accelerate.checkpointing.layout import RANDOM, read_state
 from accelerate.checkpointing.manifest import Manifest, read_manifest
-from accelerate.checkpointing.objects import read_state
 from accelerate.checkpointing.store import CheckpointStore, file_names
 from accelerate.errors import CheckpointError
 

@@ -29,7 +29,7 @@ from accelerate.checkpointing.codec import (
     inlined_tensor,
     open_envelope,
 )
-from accelerate.checkpointing.objects import read_state, write_state
+from accelerate.checkpointing.layout import read_state, write_encoded
 from accelerate.checkpointing.store import DurableFile
 from accelerate.errors import CheckpointError
 
@@ -68,7 +68,7 @@ def through_files(value: Any, folder: Path) -> Any:
     def create(name: str) -> Any:
         return _Created(folder / name)
 
-    write_state(create, "state", value, name="state", beside=True)
+    write_encoded(create, "state", encode(value), beside=True)
     return read_state(folder, "state")
 
 

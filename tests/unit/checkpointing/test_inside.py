@@ -22,8 +22,8 @@ from accelerate.big_models.offload import OffloadedWeightsLoader, offload_state_
 from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.dcp import merge_fsdp_weights, read_metadata
+from accelerate.checkpointing.layout import read_state
 from accelerate.checkpointing.manifest import Manifest, measure, problems, read_manifest
-from accelerate.checkpointing.objects import read_state
 from accelerate.checkpointing.remote import RemoteStore
 from accelerate.checkpointing.series import inspect
 from accelerate.checkpointing.storage import RemoteStorage, inside, storage_of
@@ -322,7 +322,6 @@ PLACES: Final[dict[str, str]] = {
     "checkpointing/store.py lock": OWN,
     "checkpointing/manifest.py measure": "manifest",
     "checkpointing/objects.py load": GIVEN,
-    "checkpointing/objects.py read_custom_state": OWN,
     "checkpointing/objects.py save": GIVEN,
     "checkpointing/layout.py read_state": "test_tensors_beside_a_state_are_not_read_through_a_link_that_leads_out",
     "checkpointing/storage.py LocalStorage.read": OWN,
