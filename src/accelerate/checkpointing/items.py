@@ -68,50 +68,52 @@ class CheckpointItem(ABC):
 
 
 @final
-class WeightsItem(CheckpointItem):
-    """The state dict of one model, as safetensors."""
+class TensorsItem(CheckpointItem):
+    """Tensors by name, and the function that writes them: ``write(create, tensors)``.
 
-    def __init__(self, state: Mapping[str, torch.Tensor], index: int = 0) -> None:
-        check_weights(state, safe_serialization=True)
-        self._state: dict[str, torch.Tensor] = dict(state)
-        self._first = shared_names(state)
-        self._index = index
+    The function must not hold the tensors itself, because a snapshot replaces them.
+    """
 
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the tensors of the state dict, tied ones once."""
-        return [tensor for name, tensor in self._state.items() if name not in self._first]
-
-    def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Replace the tensors by the copies; tied names stay tied."""
-        self._state = {name: copies[id(self._state[self._first.get(name, name)])] for name in self._state}
-
-    def write(self, create: Create) -> None:
-        """Write ``model.safetensors``, or shards and their index."""
-        write_weights(create, self._state, index=self._index)
-
-
-@final
-class StateItem(CheckpointItem):
-    """A state dict as a JSON document and tensors, in the subfolder ``folder`` (with a slash) of the checkpoint."""
-
-    def __init__(self, stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> None:
-        self._stem = stem
-        self._folder = folder
-        self._encoded = encoded
-        self._beside = beside
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], write: Callable[[Create, dict[str, torch.Tensor]], object]
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(tensors)
+        self._write = write
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the tensors that the document names."""
-        return self._encoded.tensors.values()
+        """Return the tensors."""
+        return self._tensors.values()
 
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Replace the tensors that the document names by the copies."""
-        tensors = {key: copies[id(tensor)] for key, tensor in self._encoded.tensors.items()}
-        self._encoded = Encoded(self._encoded.document, tensors)
+        """Replace the tensors by the copies."""
+        self._tensors = {name: copies[id(tensor)] for name, tensor in self._tensors.items()}
 
     def write(self, create: Create) -> None:
-        """Write ``{stem}.json``, and ``{stem}.safetensors`` if the tensors are in a file of their own."""
-        write_encoded(create, self._stem, self._encoded, beside=self._beside, folder=self._folder)
+        """Write the files."""
+        self._write(create, self._tensors)
+
+
+def weights_item(state: Mapping[str, torch.Tensor], index: int = 0) -> TensorsItem:
+    """Return the item of one model's state dict, as safetensors; tied tensors are written once.
+
+    Raises:
+        CheckpointError: a tensor has no values, or the format doesn't support it.
+    """
+    check_weights(state, safe_serialization=True)
+    tied = shared_names(state)
+    return TensorsItem(
+        {name: tensor for name, tensor in state.items() if name not in tied}, partial(write_weights, index=index)
+    )
+
+
+def state_item(stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> TensorsItem:
+    """Return the item of a state dict as a JSON document and tensors; see :func:`write_encoded`."""
+    document = encoded.document
+
+    def write(create: Create, tensors: dict[str, torch.Tensor]) -> None:
+        write_encoded(create, stem, Encoded(document, tensors), beside=beside, folder=folder)
+
+    return TensorsItem(encoded.tensors, write)
 
 
 @final
@@ -149,25 +151,6 @@ def _write_files(create: Create, files: Iterable[tuple[str, bool, bytes]]) -> No
             file.write(data)
 
 
-@final
-class DeferredItem(CheckpointItem):
-    """Files that a strategy's function writes later, from its own copies of the values."""
-
-    def __init__(self, write: Callable[[], object]) -> None:
-        self._write = write
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Return no tensors, because the function has its own copies."""
-        return ()
-
-    def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Do nothing, because the function has its own copies."""
-
-    def write(self, create: Create) -> None:
-        """Run the function."""
-        self._write()
-
-
 # ------------------------------------------------------------------------------------------ of a whole run
 
 
@@ -189,7 +172,7 @@ class RunItems:
         """Return one item for the weights of each model."""
         chosen = [self.selection.of(state) for state in weights]
         if self.safe_serialization:
-            return [WeightsItem(state, index) for index, state in enumerate(chosen)]
+            return [weights_item(state, index) for index, state in enumerate(chosen)]
         return [
             PickledItem(partial(write_weights, state_dict=state, index=index, safe_serialization=False))
             for index, state in enumerate(chosen)
@@ -262,7 +245,7 @@ class RunItems:
         more = (GRADIENTS, self.window, "gradients"), (BUFFERS, list(buffers) if any(buffers) else None, "buffers")
         for state_files, own, what in more:  # never pickles: other programs' classic format has no names for these
             if own is not None:
-                items.append(StateItem(state_files.name(rank), encode(own, what), beside=True, folder=folder))
+                items.append(state_item(state_files.name(rank), encode(own, what), beside=True, folder=folder))
         return items
 
     @cached_property
@@ -295,7 +278,7 @@ class RunItems:
         if self.run.is_classic or is_pickle:
             return PickledItem(partial(state_files.write_pickle, value=value, number=number))
         folder = folder_of_rank(number, self.run.num_ranks) if state_files.is_of_rank else ""
-        return StateItem(
+        return state_item(
             state_files.name(number), encode(value, what), beside=state_files.tensors_beside, folder=folder
         )
 

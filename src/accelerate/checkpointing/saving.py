@@ -21,7 +21,7 @@ from ..settings.training import ProjectOptions
 from ..wording import by_number, some_ranks
 from .agreement import Ranks, StoreCollectives
 from .background import Background
-from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
+from .items import ABSENT_RANKS, AddedItems, CheckpointItem, RunItems, TensorsItem
 from .layout import OPEN_WINDOW, STREAMS_ALIKE
 from .manifest import OPTIMIZER_UPDATES, PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
@@ -392,7 +392,7 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
     saving.num_models = len(weights)
     later = items.parts.write(staging) if items.parts.write is not None else None
     if callable(later):
-        saving.items.append(DeferredItem(later))
+        saving.items.append(TensorsItem({}, lambda *_: later()))  # it has its own copies of the values
     elif later is not None:
         saving.items += later
     if staging.is_writer:

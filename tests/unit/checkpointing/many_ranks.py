@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from accelerate.checkpointing import shards_item
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import Encoded
-from accelerate.checkpointing.items import StateItem
+from accelerate.checkpointing.items import state_item
 from accelerate.checkpointing.layout import GRADIENTS, RANDOM, folder_of_rank
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.store import CheckpointStore
@@ -163,8 +163,8 @@ def staged_by(rank: int, ranks: int) -> list[str]:
 
     folder = folder_of_rank(rank, ranks)
     encoded = Encoded({}, {})
-    StateItem(RANDOM.name(rank), encoded, beside=False, folder=folder).write(create)
-    StateItem(GRADIENTS.name(rank), encoded, beside=True, folder=folder).write(create)
+    state_item(RANDOM.name(rank), encoded, beside=False, folder=folder).write(create)
+    state_item(GRADIENTS.name(rank), encoded, beside=True, folder=folder).write(create)
     return [*names, *(f"{kind}/{folder}__{rank}_0.distcp" for kind in ("pytorch_model_fsdp_0", "optimizer_0"))]
 
 

@@ -20,7 +20,7 @@ from accelerate.checkpointing import items as added_items_module
 from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import encode
-from accelerate.checkpointing.items import ABSENT_RANKS, AddedItems, StateItem
+from accelerate.checkpointing.items import ABSENT_RANKS, AddedItems, state_item
 from accelerate.checkpointing.layout import RANDOM, read_state
 from accelerate.checkpointing.manifest import Manifest, read_manifest
 from accelerate.checkpointing.store import CheckpointStore, file_names
@@ -69,7 +69,7 @@ def save_alone(folder: Path, step: int) -> None:
 
 def addition_to(folder: Path, step: int) -> AddedItems:
     addition = AddedItems(cast(Any, Committed(folder)), Ranks(cast(Any, RankOne()), alone=True))
-    addition.items.append(StateItem(RANDOM.name(1), encode({"step": step}, "streams"), beside=False))
+    addition.items.append(state_item(RANDOM.name(1), encode({"step": step}, "streams"), beside=False))
     (addition.staging.folder / "hook" / "of").mkdir(parents=True)
     (addition.staging.folder / "hook" / "of" / "rank_1.bin").write_bytes(bytes([step % 256]) * 10_000)
     return addition

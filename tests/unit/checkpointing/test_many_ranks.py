@@ -24,7 +24,7 @@ from accelerate.checkpointing import shards_item
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import encode
 from accelerate.checkpointing.dcp import read_into, read_metadata
-from accelerate.checkpointing.items import RunItems, StateItem
+from accelerate.checkpointing.items import RunItems, state_item
 from accelerate.checkpointing.layout import CUSTOM, GRADIENTS, MAX_RANKS, RANDOM, folder_of_rank
 from accelerate.checkpointing.manifest import FileRecord, read_manifest
 from accelerate.checkpointing.run_state import RunState, StrategyState
@@ -87,9 +87,9 @@ def test_no_folder_of_a_checkpoint_is_full(tmp_path: Path, ranks: int) -> None:
 def test_what_a_rank_wrote_is_read_wherever_it_lies(tmp_path: Path, ranks: int) -> None:
     staging = StagingDirectory(tmp_path, True, Ranks())
     folder = folder_of_rank(3, ranks)
-    StateItem(RANDOM.name(3), encode({"streams": {"a": 1}}, "x"), beside=False, folder=folder).write(staging.create)
+    state_item(RANDOM.name(3), encode({"streams": {"a": 1}}, "x"), beside=False, folder=folder).write(staging.create)
     gradients = {"weight": torch.ones(3)}
-    StateItem(GRADIENTS.name(3), encode(gradients, "x"), beside=True, folder=folder).write(staging.create)
+    state_item(GRADIENTS.name(3), encode(gradients, "x"), beside=True, folder=folder).write(staging.create)
     assert RANDOM.read(tmp_path, 3) == {"streams": {"a": 1}}
     assert torch.equal(GRADIENTS.read(tmp_path, 3)["weight"], torch.ones(3))
     assert set(staging.records) >= {f"{folder}random_states_3.json"}
