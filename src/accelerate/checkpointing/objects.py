@@ -7,7 +7,8 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
@@ -24,8 +25,8 @@ from .codec import encode, read_pickle, write_pickle
 from .layout import CUSTOM, write_encoded
 from .manifest import UNFINISHED_NAME, Manifest, read_manifest
 from .run_state import Hook, Saved, Stateful
-from .storage import inside
-from .store import CheckpointStore, DurableFile, StagingDirectory, Store, file_names, fsync_path
+from .storage import fsync_path, inside
+from .store import CheckpointStore, DurableFile, StagingDirectory, Store, file_names
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
 
@@ -107,13 +108,8 @@ def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, sav
     """
     if not _is_writer(save_on_each_node):
         return
-    folder = Path(path)
-    name = f"{type(obj).__qualname__}.state_dict()"
-
-    def create(file_name: str) -> AbstractContextManager[DurableFile]:
-        return atomic_file(folder, file_name)
-
-    write_encoded(create, CUSTOM.name(index), encode(obj.state_dict(), name), beside=True)
+    encoded = encode(obj.state_dict(), f"{type(obj).__qualname__}.state_dict()")
+    write_encoded(partial(atomic_file, Path(path)), CUSTOM.name(index), encoded, beside=True)
 
 
 def load_custom_state(obj: Stateful, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:

@@ -138,15 +138,17 @@ class LocalStorage(Storage):
             raise FileNotFoundError(*error.args) from error
 
     def write(self, name: str, data: bytes) -> None:
-        """Write ``data`` to a file, and fsync it."""
+        """Write ``data`` to a file atomically, and fsync it."""
         beside = self.path / f".{name}.{uuid4().hex}"
         try:
             with open(beside, "wb") as file:
                 file.write(data)
+                file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self.path / name)
         finally:
             beside.unlink(missing_ok=True)
+        fsync_path(self.path)
 
     def delete(self, name: str) -> None:
         """Delete a file, if there is one."""
@@ -162,6 +164,23 @@ class LocalStorage(Storage):
         with suppress(FileNotFoundError):
             os.rename(self.path, trash)
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def fsync_path(path: Path) -> None:
+    """Fsync a file, or a folder's entries; Windows does the latter itself."""
+    try:
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows needs write access
+    except PermissionError:
+        if path.is_dir():  # Windows can't open a folder
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():
+            raise  # some file systems can't fsync folders; all can fsync a file
+    finally:
+        os.close(descriptor)
 
 
 @final

@@ -31,7 +31,7 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .manifest import PIN_NAME, SILENT, ByteProgress, FileRecord, Manifest, measure, problems, read_manifest
-from .storage import check_name, inside
+from .storage import LocalStorage, check_name, fsync_path, inside
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -440,7 +440,7 @@ class CheckpointStore(Store):
             replaces=self._replaced(files),
         ).with_identity()
         self.identity: str = manifest.identity
-        write_durably(staging_path / MANIFEST_NAME, manifest.to_bytes())
+        LocalStorage(staging_path).write(MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
         """Return the files of the existing checkpoint that the new one doesn't have."""
@@ -615,35 +615,3 @@ def file_names(folder: Path) -> list[str]:
 def _shards(names: Iterable[str]) -> list[str]:
     """Return the files of torch's distributed checkpoints; their metadata and entries without tensors are pickles."""
     return [name for name in names if name.endswith((".metadata", ".distcp"))]
-
-
-def fsync_path(path: Path) -> None:
-    """Fsync a file, or a folder's entries; Windows does the latter itself."""
-    try:
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows needs write access
-    except PermissionError:
-        if path.is_dir():  # Windows can't open a folder
-            return
-        raise
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if path.is_file():
-            raise  # some file systems can't fsync folders; all can fsync a file
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically, and fsync it."""
-    beside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:  # leave no partial file, whatever stopped the writing
-        beside.unlink(missing_ok=True)
-        raise
-    fsync_path(path.parent)

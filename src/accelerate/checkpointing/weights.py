@@ -30,8 +30,8 @@ from .codec import read_pickle, write_pickle
 from .fit import check_module, require_fit
 from .packed_weights import is_statistic, load_statistics
 from .run_state import StateDict
-from .storage import inside
-from .store import Create, DurableFile, fsync_path
+from .storage import fsync_path, inside
+from .store import Create, StagingDirectory
 from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -289,18 +289,8 @@ def staged_files(folder: Path) -> Iterator[tuple[Path, Create]]:
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f".tmp-{uuid4().hex}"
     staging.mkdir()
-
-    @contextmanager
-    def create(name: str, *, pickle: bool = False) -> Iterator[DurableFile]:
-        file = DurableFile(staging / name)
-        try:
-            yield file
-            file.fsync_and_close()
-        finally:
-            file.close()
-
     try:
-        yield staging, create
+        yield staging, StagingDirectory(staging, True, Ranks()).create
         written = sorted(path.name for path in staging.iterdir())  # an index comes after the shards that it names
         if any(_is_weights(name, 0) for name in written):
             for name in stale_weights(folder, 0, written):
