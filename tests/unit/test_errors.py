@@ -113,7 +113,6 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "a mistake of this package's own, not of its user": (
         "checkpointing/storage.py retry AssertionError",
-        "checkpointing/sharded.py _no_file AssertionError",
         "data_loader/sampling.py Permutation.__init__ ValueError",
         "devices/table.py kind_of ValueError",
         "distributed/mesh.py DataParallelRank.__post_init__ ValueError",

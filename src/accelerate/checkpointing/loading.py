@@ -23,6 +23,7 @@ from ..wording import by_number, some_ranks
 from . import sharded
 from .agreement import Ranks
 from .codec import read_pickle
+from .dcp import is_distributed_checkpoint
 from .fit import by_name
 from .items import ABSENT_RANKS
 from .layout import (
@@ -372,7 +373,7 @@ class Loading:
             self._later(restore)
             return
         shards, classic = sharded.weights_folder(folder, index), sharded.classic_weights(folder, index)
-        if sharded.is_sharded(shards):
+        if is_distributed_checkpoint(shards):
             names = [] if self.manifest is None else list(self.manifest.files)
             load = sharded.read_model_shards(access, model, shards, **options)
             self._later(load, [name for name in names if name.startswith(f"{shards.name}/")])
@@ -417,7 +418,7 @@ class Loading:
         models, access = self.run.models, self.access
         for number, optimizer in enumerate(optimizers):
             shards = sharded.optimizer_folder(folder, number)
-            if sharded.is_sharded(shards):
+            if is_distributed_checkpoint(shards):
                 self._later(sharded.read_optimizer_shards(access, optimizer, models, shards))
             elif holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
                 self.found.notes.append(
@@ -439,7 +440,7 @@ class Loading:
         """Note optimizers and schedulers in the checkpoint for which none is prepared here."""
         prepared = len(self.run.optimizers)
         num_optimizers = prepared
-        while OPTIMIZER.holds(folder, num_optimizers) or sharded.is_sharded(
+        while OPTIMIZER.holds(folder, num_optimizers) or is_distributed_checkpoint(
             sharded.optimizer_folder(folder, num_optimizers)
         ):
             num_optimizers += 1
@@ -575,7 +576,7 @@ def _has_positions_of_ranks(of_main: Mapping[str, Any]) -> bool:
 
 def _holds_model(folder: Path) -> bool:
     shards, classic = sharded.weights_folder(folder), sharded.classic_weights(folder)
-    return holds_weights(folder) or sharded.is_sharded(shards) or classic.is_file() or holds_engine_state(folder)
+    return holds_weights(folder) or is_distributed_checkpoint(shards) or classic.is_file() or holds_engine_state(folder)
 
 
 def _count(state_files: StateFiles, folder: Path) -> int:

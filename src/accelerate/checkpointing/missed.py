@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import CheckpointError
+from .dcp import is_distributed_checkpoint
 from .layout import OPTIMIZER
 from .series import list_committed
-from .sharded import is_sharded, optimizer_folder
+from .sharded import optimizer_folder
 from .storage import LocalStorage, storage_of
 
 if TYPE_CHECKING:
@@ -66,5 +67,5 @@ def _newest(project_dir: str) -> str | None:
         for _, one in reversed(list_committed(storage)):
             if isinstance(one, LocalStorage):
                 has_json = (one.path / f"{OPTIMIZER.name()}.json").is_file()
-                return str(one.path) if has_json or is_sharded(optimizer_folder(one.path)) else None
+                return str(one.path) if has_json or is_distributed_checkpoint(optimizer_folder(one.path)) else None
     return None

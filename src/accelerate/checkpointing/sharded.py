@@ -14,7 +14,7 @@ from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 from weakref import ref
 
 import torch
@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.world import current_world
 from ..errors import CheckpointError
+from ..modules import is_sharded
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from ..torch_private.distributed import shard_locally
 from ..torch_private.modules import loaded
 from .agreement import Ranks
-from .dcp import is_distributed_checkpoint, read_into, read_metadata
+from .dcp import read_into, read_metadata
 from .fit import OptimizerLayout, check_entry, check_groups, check_settings, other_parameters, require_fit
 from .layout import MAX_RANKS
 from .packed_weights import is_statistic, load_statistics, packed_layers
@@ -59,11 +60,6 @@ def classic_weights(folder: str | PathLike[str], index: int = 0) -> Path:
     return Path(folder) / f"{FSDP_MODEL_NAME}{f'_{index}' if index else ''}.bin"
 
 
-def is_sharded(folder: Path) -> bool:
-    """Return whether ``folder`` holds shards."""
-    return is_distributed_checkpoint(folder)
-
-
 class StateAccess(ABC):
     """The interface to get and set the state of a model or an optimizer that is sharded over the ranks."""
 
@@ -88,7 +84,7 @@ class StateAccess(ABC):
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, torch.nn.Parameter)
-            and not (value.is_meta or _is_dtensor(value) or is_statistic(name))
+            and not (value.is_meta or is_sharded(value) or is_statistic(name))
         }
 
     def restorer(
@@ -168,22 +164,9 @@ class GivenState:
 # ------------------------------------------------------------------------------------------------- writing
 
 
-def write_model_shards(folder: Path, shards: Mapping[str, object]) -> None:
-    """Write the weights into ``folder``; a collective."""
-    _write(folder, {"model": own_shards(shards)})
-
-
-def write_optimizer_shards(folder: Path, shards: Mapping[str, object]) -> None:
-    """Write the optimizer's state into ``folder``; a collective."""
-    _write(folder, {"optimizer": dict(shards)})
-
-
-def _write(folder: Path, state: StateDict) -> None:
-    ShardsItem(folder, state, Ranks(None if _alone() else current_world())).write(_no_file)
-
-
-def _no_file(name: str, *, pickle: bool = False) -> NoReturn:
-    raise AssertionError(f"torch opens the files of shards itself, {name!r} is none of them")
+def write_shards(folder: Path, **state: StateDict) -> None:
+    """Write the shards of a model (``model=``) or an optimizer (``optimizer=``) into ``folder``; a collective."""
+    ShardsItem(folder, state, Ranks(None if _alone() else current_world())).write()
 
 
 def _alone() -> bool:
@@ -207,8 +190,8 @@ def read_model_shards(
         CheckpointError: a tensor has another shape or, with ``strict``, names are missing on either side.
     """
     shards = access.model_shards(model)
-    saved = {str(path[1]): key for key, path in _saved(folder).items() if path[0] == "model" and len(path) > 1}
-    metadata = _metadata(folder)
+    metadata, paths = _saved(folder)
+    saved = {str(path[1]): key for key, path in paths.items() if path[0] == "model" and len(path) > 1}
     packed = {f"{name}.weight" for name, _ in packed_layers(model)}
     try:
         require_fit(
@@ -243,8 +226,9 @@ def read_optimizer_shards(
     Raises:
         CheckpointError: the folder has state of parameters that the models or the optimizer don't have.
     """
-    layouts, metadata = access.layouts(models), _metadata(folder)
-    saved = {key: path[1:] for key, path in _saved(folder).items() if path[0] == "optimizer" and len(path) > 1}
+    layouts = access.layouts(models)
+    metadata, paths = _saved(folder)
+    saved = {key: path[1:] for key, path in paths.items() if path[0] == "optimizer" and len(path) > 1}
     for key, path in saved.items():
         if path[0] != "state":
             continue
@@ -329,15 +313,12 @@ def _described(metadata: STORAGE_TYPES) -> torch.Tensor | None:
     return None if size is None else torch.empty(size, device="meta")
 
 
-def _metadata(folder: Path) -> dict[str, STORAGE_TYPES]:
-    return read_metadata(folder).state_dict_metadata
-
-
-def _saved(folder: Path) -> dict[str, tuple[str | int, ...]]:
-    """Return the keys of the checkpoint in ``folder``, each with its path in the state dict."""
+def _saved(folder: Path) -> tuple[dict[str, STORAGE_TYPES], dict[str, tuple[str | int, ...]]]:
+    """Return the entries of the checkpoint in ``folder`` by key, and the path of each key in the state dict."""
     metadata = read_metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
-    return {key: tuple(paths.get(key, key.split(".", 1))) for key in metadata.state_dict_metadata}
+    entries = metadata.state_dict_metadata
+    return entries, {key: tuple(paths.get(key, key.split(".", 1))) for key in entries}
 
 
 def _read(folder: Path, state: StateDict) -> None:
@@ -396,7 +377,7 @@ class LiveAccess(StateAccess, ABC):
 
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
         """Return the model itself, or a wrapper that shards full tensors if it has DTensors."""
-        has_pieces = isinstance(model, torch.nn.Module) and any(map(_is_dtensor, model.parameters()))
+        has_pieces = isinstance(model, torch.nn.Module) and any(map(is_sharded, model.parameters()))
         return _ShardedModel(self, model) if has_pieces else model
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
@@ -510,7 +491,7 @@ class LiveAccess(StateAccess, ABC):
             }
             self.load_optimizer_shards(optimizer, models, {**state, "state": named})
             return
-        if not any(map(_is_dtensor, parameters)) and not is_split(state):
+        if not any(map(is_sharded, parameters)) and not is_split(state):
             optimizer.load_state_dict(state)
             return
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -559,12 +540,6 @@ def _named_parameters(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tenso
     return model.named_parameters(remove_duplicate=False)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def gather_to_cpu(value: object, keeps: bool) -> object:
     """Return ``value`` gathered from all ranks, in CPU memory, if ``keeps``; a collective for sharded tensors."""
     if not isinstance(value, torch.Tensor):
@@ -576,7 +551,7 @@ def gather_to_cpu(value: object, keeps: bool) -> object:
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of ``tensor`` on its compute device; a collective for sharded tensors."""
     data: Any = tensor.detach()
-    if not _is_dtensor(data):
+    if not is_sharded(data):
         return data
     if data.to_local().device.type != data.device_mesh.device_type:  # offloaded
         data = data.to(data.device_mesh.device_type)
@@ -585,10 +560,10 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_like(value: Any, tensor: torch.Tensor) -> Any:
     """Return ``value``, a full tensor on every rank, sharded and placed like ``tensor`` if the shapes are equal."""
-    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or _is_dtensor(value):
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or is_sharded(value):
         return value
     data: Any = tensor.detach()
-    if not _is_dtensor(data):
+    if not is_sharded(data):
         return value.to(data.device)
     home = data.to_local().device
     mesh = data.device_mesh

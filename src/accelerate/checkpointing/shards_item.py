@@ -92,8 +92,8 @@ class ShardsItem(CheckpointItem):
             index: copies[id(value)] if isinstance(value, torch.Tensor) else value for index, value in values.items()
         }
 
-    def write(self, create: Create) -> None:
-        """Write this rank's shards into the folder; a collective of the folder's ranks."""
+    def write(self, create: Create | None = None) -> None:
+        """Write this rank's shards into the folder; torch opens the files. A collective of the folder's ranks."""
         with convert_torch_errors(f"save {self.folder}"):
             self._write()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from accelerate.checkpointing import dcp as merge_module
 from accelerate.checkpointing import merge_fsdp_weights, read_checkpoint, save_model
 from accelerate.checkpointing.dcp import read_metadata
-from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_model_shards, write_optimizer_shards
+from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_shards
 from accelerate.commands import merge as merge_command
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from tests.ranks import run_on_ranks
@@ -43,7 +43,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_one_file_holds_what_the_shards_held(tmp_path: Path) -> None:
-    write_model_shards(tmp_path / "shards", model().state_dict())
+    write_shards(tmp_path / "shards", model=model().state_dict())
     path = merge_fsdp_weights(tmp_path / "shards", tmp_path / "out")
     assert path == str(tmp_path / "out" / "model.safetensors")
     assert same(load_file(path), model().state_dict())
@@ -62,7 +62,7 @@ def test_shards_of_several_ranks(tmp_path: Path) -> None:
         made = model()
         made[1].float()
         fully_shard(made, mesh=mesh)
-        write_model_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", made.state_dict())
+        write_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", model=made.state_dict())
 
     run_on_ranks(write, 2)
     expected = model()
@@ -71,7 +71,7 @@ def test_shards_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_little_lies_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model_shards(tmp_path / "shards", model().state_dict())
+    write_shards(tmp_path / "shards", model=model().state_dict())
     read: list[int] = []
     read_tensors = merge_module.read_tensors
 
@@ -87,7 +87,7 @@ def test_little_lies_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_as_a_pickle(tmp_path: Path) -> None:
-    write_model_shards(tmp_path / "shards", model().state_dict())
+    write_shards(tmp_path / "shards", model=model().state_dict())
     path = merge_fsdp_weights(tmp_path / "shards", tmp_path / "out", safe_serialization=False)
     assert path.endswith("pytorch_model.bin")
     assert same(torch.load(path, weights_only=True), model().state_dict())
@@ -100,7 +100,7 @@ def test_safetensors_shards_with_an_index(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", model().state_dict())
+    write_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", model=model().state_dict())
     assert merge_command.main([str(tmp_path / "ck"), str(tmp_path / "out"), "--remove_checkpoint_dir"]) == 0
     assert "model.safetensors" in capsys.readouterr().out
     assert not (tmp_path / "ck" / "pytorch_model_fsdp_0").exists()
@@ -110,7 +110,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_folder_without_shards_is_refused_and_one_nearby_is_named(tmp_path: Path) -> None:
-    write_optimizer_shards(tmp_path / "ck" / "other_0", {"state": {"w": {"exp_avg": torch.ones(2)}}})
+    write_shards(tmp_path / "ck" / "other_0", optimizer={"state": {"w": {"exp_avg": torch.ones(2)}}})
     with pytest.raises(CheckpointNotFound, match="other_0"):
         merge_fsdp_weights(tmp_path / "ck", tmp_path / "out")
     with pytest.raises(CheckpointNotFound):
@@ -118,7 +118,7 @@ def test_a_folder_without_shards_is_refused_and_one_nearby_is_named(tmp_path: Pa
 
 
 def test_the_output_is_never_removed_with_the_shards(tmp_path: Path) -> None:
-    write_model_shards(tmp_path / "shards", model().state_dict())
+    write_shards(tmp_path / "shards", model=model().state_dict())
     with pytest.raises(CheckpointError, match="not removed"):
         merge_fsdp_weights(tmp_path / "shards", tmp_path / "shards" / "out", remove_checkpoint_dir=True)
     assert (tmp_path / "shards" / "out" / "model.safetensors").exists()
@@ -136,7 +136,7 @@ class Bomb:
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    write_model_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", model().state_dict())
+    write_shards(tmp_path / "ck" / "pytorch_model_fsdp_0", model=model().state_dict())
     index = tmp_path / "ck" / "pytorch_model_fsdp_0" / ".metadata"
     index.write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
     with pytest.raises(CheckpointError, match="could run code"):
@@ -170,7 +170,7 @@ def test_the_index_of_another_python_names_members_by_attribute(tmp_path: Path) 
 
 
 def test_a_torn_index_is_refused(tmp_path: Path) -> None:
-    write_model_shards(tmp_path / "shards", model().state_dict())
+    write_shards(tmp_path / "shards", model=model().state_dict())
     index = tmp_path / "shards" / ".metadata"
     index.write_bytes(index.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"\.metadata"):
@@ -181,12 +181,12 @@ def test_an_entry_that_would_run_code_is_refused(tmp_path: Path) -> None:
     made = model().float()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.9)
     shards = InPlace().optimizer_shards(optimizer, [made])
-    write_optimizer_shards(tmp_path / "good", shards)
+    write_shards(tmp_path / "good", optimizer=shards)
     other = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
     read_optimizer_shards(InPlace(), other, [made], tmp_path / "good")()
     assert other.param_groups[0]["lr"] == 0.5
     shards["param_groups"][0]["lr"] = Bomb(tmp_path / "ran")
-    write_optimizer_shards(tmp_path / "bad", shards)
+    write_shards(tmp_path / "bad", optimizer=shards)
     with pytest.raises(CheckpointError, match=r"lr: .*could run code"):
         read_optimizer_shards(InPlace(), other, [made], tmp_path / "bad")()
     assert not (tmp_path / "ran").exists()

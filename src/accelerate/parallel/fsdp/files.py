@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 import torch
 
 from ...checkpointing.codec import read_pickle, write_pickle
+from ...checkpointing.dcp import is_distributed_checkpoint
 from ...checkpointing.fit import by_name
 from ...checkpointing.layout import OPTIMIZER
 from ...checkpointing.sharded import (
     StateAccess,
     classic_weights,
-    is_sharded,
     optimizer_folder,
+    own_shards,
     read_model_shards,
     read_optimizer_shards,
     shard_like,
     weights_folder,
-    write_model_shards,
-    write_optimizer_shards,
+    write_shards,
 )
 from ...distributed.world import join_world
 from ...errors import CheckpointNotFound, PreparationError
@@ -95,7 +95,7 @@ def save_fsdp_model(
                 write_pickle(state, file)
     else:
         shards = _of_adapter(access.model_shards(model), model, adapter_only)
-        write_model_shards(weights_folder(output_dir, model_index), shards)
+        write_shards(weights_folder(output_dir, model_index), model=own_shards(shards))
     accelerator.wait_for_everyone()
 
 
@@ -117,7 +117,7 @@ def load_fsdp_model(
     access = accelerator.strategy.state.access
     folder, file = weights_folder(input_dir, model_index), classic_weights(input_dir, model_index)
     adapter = _Adapter(access, model) if adapter_only and _is_adapted(model) else None
-    if is_sharded(folder):
+    if is_distributed_checkpoint(folder):
         taking: Any = access if adapter is None else adapter
         read_model_shards(taking, model, folder, strict=adapter is not None or not adapter_only)()
     elif file.is_file():
@@ -148,7 +148,7 @@ def save_fsdp_optimizer(
             with open(Path(output_dir) / OPTIMIZER.classic_name(optimizer_index), "wb") as file:
                 write_pickle(state, file)
     else:
-        write_optimizer_shards(optimizer_folder(output_dir, optimizer_index), access.optimizer_shards(inner, [model]))
+        write_shards(optimizer_folder(output_dir, optimizer_index), optimizer=access.optimizer_shards(inner, [model]))
     accelerator.wait_for_everyone()
 
 
@@ -170,7 +170,7 @@ def load_fsdp_optimizer(
     accelerator.wait_for_everyone()
     access, inner = accelerator.strategy.state.access, inner_optimizer(optimizer)
     folder = optimizer_folder(input_dir, optimizer_index)
-    if is_sharded(folder):
+    if is_distributed_checkpoint(folder):
         read_optimizer_shards(access, inner, [model], folder)()
     else:
         state, layout = OPTIMIZER.read(Path(input_dir), optimizer_index), access.optimizer_layout(inner, [model])
