@@ -25,6 +25,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, EnumMeta, Flag
 from fractions import Fraction
+from io import BytesIO
 from os import PathLike
 from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, cast, final
@@ -618,24 +619,18 @@ class _DescribedReader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"Unsupported class {module_name}.{global_name}")
 
 
-def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[str, ...]], name: str = "") -> Any:
-    """Read the object in a pickle that may name only the classes of ``allowed``: module -> names.
-
-    Errors call a source that isn't a path ``name``.
+def read_described_pickle(data: bytes, allowed: Mapping[str, tuple[str, ...]], name: str) -> Any:
+    """Read the object in a pickle that may name only the classes of ``allowed``: module -> names; errors say ``name``.
 
     Raises:
         CheckpointError: it is broken, or names something else.
     """
-    path = name or source
     try:
-        if not isinstance(source, Path):
-            return _DescribedReader(source, allowed).load()
-        with open(source, "rb") as file:
-            return _DescribedReader(file, allowed).load()
+        return _DescribedReader(BytesIO(data), allowed).load()
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: refused, because reading it could run code ({error})") from error
+        raise CheckpointError(f"{name}: refused, because reading it could run code ({error})") from error
     except (EOFError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError) as error:
-        raise CheckpointError(f"{path}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
+        raise CheckpointError(f"{name}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
 def _member(kind: object, name: str) -> object:
@@ -656,9 +651,9 @@ def write_pickle(obj: object, file: Writable | FileLike, **save_kwargs: Any) -> 
     torch.save(obj, cast("FileLike", file), **save_kwargs)
 
 
-def write_plain_pickle(obj: object, file: IO[bytes]) -> None:
-    """Write ``obj`` to ``file`` as :func:`read_described_pickle` reads it."""
-    pickle.dump(obj, file)
+def plain_pickle(obj: object) -> bytes:
+    """Return ``obj`` as a pickle for :func:`read_described_pickle`."""
+    return pickle.dumps(obj)
 
 
 def _first_line(error: BaseException) -> str:

@@ -60,7 +60,7 @@ def read_metadata(folder: str | PathLike[str]) -> Metadata:
     path = Path(folder) / METADATA_NAME
     if not path.is_file():
         raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
-    found = read_described_pickle(path, DESCRIPTIONS)
+    found = read_described_pickle(path.read_bytes(), DESCRIPTIONS, str(path))
     locations: Mapping[object, object] = getattr(found, "storage_data", None) or {}
     for name in {getattr(location, "relative_path", None) for location in locations.values()}:
         inside(folder, name, path)

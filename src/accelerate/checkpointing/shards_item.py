@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CheckpointError
 from .agreement import Ranks
-from .codec import read_described_pickle, write_plain_pickle
+from .codec import plain_pickle, read_described_pickle
 from .dcp import DESCRIPTIONS, convert_torch_errors
 from .items import CheckpointItem
 from .layout import MAX_RANKS, folder_of_rank
@@ -103,14 +103,14 @@ class ShardsItem(CheckpointItem):
         if self._ranks.size > MAX_RANKS:
             is_first = is_first_alike(self._ranks, whole_values(self._plan))
             self._plan = proposed(self._plan, is_first)
-        local_plans = self._ranks.gather(_packed(self._plan))
+        local_plans = self._ranks.gather(plain_pickle(self._plan))
         if is_main:
             plans, metadata = self._step(lambda: self._planned(local_plans))
         else:
             self._step(lambda: None)
         mine = self._ranks.scatter(plans)
         results = self._step(lambda: self._data(_unpacked(mine)))
-        all_results = self._ranks.gather(_packed(results))
+        all_results = self._ranks.gather(plain_pickle(results))
         self._step(
             lambda: self._writer.finish(metadata, [_unpacked(one) for one in all_results or ()]) if is_main else None
         )
@@ -130,7 +130,7 @@ class ShardsItem(CheckpointItem):
 
     def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Metadata]:
         plans, metadata = self._planner.create_global_plan([_unpacked(plan) for plan in local_plans or ()])
-        return [_packed(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
+        return [plain_pickle(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
 
     def _data(self, plan: SavePlan) -> list[WriteResult]:
         writing = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
@@ -192,14 +192,8 @@ def proposed(plan: SavePlan, is_first: bool) -> SavePlan:
     return replace(plan, items=items, planner_data={name: paths[name] for name in paths if name in names})
 
 
-def _packed(value: object) -> bytes:
-    buffer = io.BytesIO()
-    write_plain_pickle(value, buffer)
-    return buffer.getvalue()
-
-
 def _unpacked(data: bytes) -> Any:
-    return read_described_pickle(io.BytesIO(data), _MESSAGES, "a message from another rank")
+    return read_described_pickle(data, _MESSAGES, "a message from another rank")
 
 
 @cache  # made when first needed: importing torch's part takes half a second

@@ -85,11 +85,11 @@ class Save:
         plan = self.plan_of(rank)
         state = dict.fromkeys(NAMES[: self.tensors], Sharded(self.mesh(rank)))
         plan = shards_item.without_replicas(plan, state)
-        return shards_item._packed(shards_item.proposed(plan, rank == 0))
+        return shards_item.plain_pickle(shards_item.proposed(plan, rank == 0))
 
     def quick_proposal_of(self, rank: int) -> bytes:
         """Return the same, without making first what is left out."""
-        return shards_item._packed(self.plan_of(rank, own_only=True))
+        return shards_item.plain_pickle(self.plan_of(rank, own_only=True))
 
 
 NAMES = [f"model.layers.{number // 9}.block.{number % 9}.weight" for number in range(2000)]
@@ -101,7 +101,7 @@ def plan_by_rank_0(folder: Path, proposals: list[bytes]) -> tuple[list[bytes], A
     planner, writer = planner_class(), writer_class(folder)
     planner.set_up_planner({}, writer.storage_meta(), True)
     plans, metadata = planner.create_global_plan([shards_item._unpacked(message) for message in proposals])
-    return [shards_item._packed(plan) for plan in writer.prepare_global_plan(plans)], metadata
+    return [shards_item.plain_pickle(plan) for plan in writer.prepare_global_plan(plans)], metadata
 
 
 def results_of(message: bytes) -> bytes:
@@ -110,7 +110,7 @@ def results_of(message: bytes) -> bytes:
 
     plan = shards_item._unpacked(message)
     name = f"{plan.storage_data.prefix}0.distcp"
-    return shards_item._packed(
+    return shards_item.plain_pickle(
         [WriteResult(item.index, 10, _StorageInfo(name, 10 * at, 10)) for at, item in enumerate(plan.items)]
     )
 
@@ -136,7 +136,7 @@ def write_shards(folder: Path, save: Save) -> None:
             else torch.tensor(7.0)
             for item in plan.items
         }
-        results.append(shards_item._packed(writer.write_data(plan, planner).wait()))
+        results.append(shards_item.plain_pickle(writer.write_data(plan, planner).wait()))
     writer.finish(metadata, [shards_item._unpacked(message) for message in results])
 
 

@@ -312,7 +312,6 @@ OWN: Final = "a name of this package's own in a folder that the caller gives, or
 GIVEN: Final = "the path itself comes from the caller, or from a place of this table that has checked it"
 #: Every place that opens a file of a checkpoint -> where the name comes from; or the attack above that tries it.
 PLACES: Final[dict[str, str]] = {
-    "checkpointing/codec.py read_described_pickle": GIVEN,
     "checkpointing/dcp.py _load_classes.Planner.load_bytes": GIVEN,
     "checkpointing/dcp.py read_metadata": "metadata of a distributed checkpoint",
     "checkpointing/store.py DurableFile.__init__": OWN,
