@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
 from ..torch_private.modules import adapts_state
-from .packed_weights import is_statistic, packed_layers
+from .quantized_state import is_statistic, packed_layers
 from .run_state import StateDict
 
 #: The names and shapes of an optimizer's parameters, by group; the name is None if no model has the parameter.

@@ -1,10 +1,14 @@
-"""Low-bit optimizer state (torchao's 4-bit, 8-bit and fp8) as plain tensors in checkpoints, for any number of ranks.
+"""Quantized weights (bitsandbytes) and low-bit optimizer state (torchao) as plain tensors in checkpoints.
 
-A low-bit tensor has codes and one scale per block of codes; the first block begins at the start of each rank's shard.
-In a checkpoint ``exp_avg`` becomes ``exp_avg.codes``, of the parameter's shape, and ``exp_avg.scale``, with one scale
-per segment of a row (a block's scale is repeated for each of its segments). So both can be sharded along the rows. If
-the blocks are the same on the ranks that read as on those that wrote, the state is bit-identical; elsewhere it is
-quantized again.
+A state dict has the packed 4-bit values of a layer as ``weight``, and the data to dequantize them (scales, a table, a
+description) as ``weight.absmax``, ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4``, .... The layers of
+bitsandbytes write these statistics to state dicts, but don't read them.
+
+A low-bit tensor of an optimizer (4-bit, 8-bit and fp8) has codes and one scale per block of codes; the first block
+begins at the start of each rank's shard. In a checkpoint ``exp_avg`` becomes ``exp_avg.codes``, of the parameter's
+shape, and ``exp_avg.scale``, with one scale per segment of a row (a block's scale is repeated for each of its
+segments). So both can be sharded along the rows. If the blocks are the same on the ranks that read as on those that
+wrote, the state is bit-identical; elsewhere it is quantized again.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -12,7 +16,8 @@ Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,6 +25,10 @@ import torch
 from ..errors import CheckpointError, PreparationError
 from ..modules import is_sharded
 from ..torch_private.distributed import shard_locally
+
+_STATISTIC: Final = re.compile(
+    r"(?P<layer>.*)\.weight\.(?P<key>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
+)
 
 _CODES: Final = ".codes"
 _SCALE: Final = ".scale"
@@ -29,6 +38,59 @@ _VALUES: Final = ".values"
 _SMALLEST: Final = 4096
 #: The scale of values that aren't quantized.
 _WHOLE: Final = -1.0
+
+
+# ----------------------------------------------------------------------------------- weights of bitsandbytes
+
+
+def packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the names and layers of ``model`` with 4-bit weights."""
+    for name, module in model.named_modules():
+        state = module.__dict__.get("quant_state") or getattr(module._parameters.get("weight"), "quant_state", None)
+        if state is not None and callable(getattr(state, "as_dict", None)):
+            yield name, module
+
+
+def is_statistic(name: str) -> bool:
+    """Return whether ``name`` in a state dict names a statistic of packed weights."""
+    return _STATISTIC.fullmatch(name) is not None
+
+
+def load_statistics(model: object, state: Mapping[str, Any], canonical: Callable[[str], str] = str) -> dict[str, Any]:
+    """Set the statistics in ``state`` on the layers of ``model``, and return the other entries.
+
+    The result includes statistics of layers that aren't in 4 bits here.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return dict(state)
+    layers = {canonical(name): layer for name, layer in packed_layers(model)}
+    found: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, value in state.items():
+        match = _STATISTIC.fullmatch(name) if layers else None
+        if match is None or match["layer"] not in layers:
+            owner, _, own = name.rpartition(".")
+            rest[name] = _stored_as(layers[owner], value) if own == "weight" and owner in layers else value
+        else:
+            found.setdefault(match["layer"], {})[match["key"]] = value
+    for name, statistics in found.items():
+        layer = layers[name]
+        if any(key.startswith("quant_state.") for key in statistics):  # complete, not those of another version
+            known = layer.quant_state or layer.weight.quant_state
+            copies = {key: value.clone() for key, value in statistics.items()}
+            layer.quant_state = layer.weight.quant_state = type(known).from_dict(copies, device=known.absmax.device)
+    return rest
+
+
+def _stored_as(layer: Any, value: Any) -> Any:
+    """Return the packed values ``value`` in the dtype and shape of those of ``layer``."""
+    kind: torch.dtype = layer.weight.dtype
+    if type(value) is not torch.Tensor or value.dtype == kind or value.nbytes % kind.itemsize:
+        return value
+    return value.reshape(-1).view(torch.uint8).view(kind).reshape(-1, 1)
+
+
+# ------------------------------------------------------------------------------- optimizer state of torchao
 
 
 def split_state(entries: Mapping[str, object], optimizer: object) -> dict[str, object]:

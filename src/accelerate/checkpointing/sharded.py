@@ -30,8 +30,15 @@ from .agreement import Ranks
 from .dcp import read_into, read_metadata
 from .fit import OptimizerLayout, check_entry, check_groups, check_settings, other_parameters, require_fit
 from .layout import MAX_RANKS
-from .packed_weights import is_statistic, load_statistics, packed_layers
-from .quantized_state import is_split, join_state, split_optimizer, split_state
+from .quantized_state import (
+    is_split,
+    is_statistic,
+    join_state,
+    load_statistics,
+    packed_layers,
+    split_optimizer,
+    split_state,
+)
 from .run_state import StateDict, StrategyState
 from .shards_item import ShardsItem
 

@@ -28,7 +28,7 @@ from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
 from .fit import check_module, require_fit
-from .packed_weights import is_statistic, load_statistics
+from .quantized_state import is_statistic, load_statistics
 from .run_state import StateDict
 from .storage import fsync_path, inside
 from .store import Create, StagingDirectory
@@ -433,8 +433,7 @@ def loader_of(
         loaded = state
         if load_state_dict_options.get("assign"):  # not tensors that are memory-mapped from files
             loaded = {name: value.clone() for name, value in state.items()}
-        if isinstance(model, torch.nn.Module):
-            loaded = load_statistics(model, loaded)
+        loaded = load_statistics(model, loaded)
         with _misfit(source):
             return model.load_state_dict(loaded, strict=strict, **load_state_dict_options)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final, get_arg
 import torch
 from torch import distributed as dist
 
-from ..checkpointing.packed_weights import is_statistic, packed_layers
+from ..checkpointing.quantized_state import is_statistic, packed_layers
 from ..checkpointing.weights import Selection, adapter_names
 from ..distributed.collectives import coordinator_of, gather_object
 from ..distributed.messages import checksum

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpointing.packed_weights import is_statistic, load_statistics
+from accelerate.checkpointing.quantized_state import is_statistic, load_statistics
 
 
 class Statistics:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...checkpointing.packed_weights import packed_layers
+from ...checkpointing.quantized_state import packed_layers
 from ...distributed.world import World
 from ...errors import MissingDependency, PreparationError
 from ...logging import MultiProcessAdapter, get_logger
