@@ -91,6 +91,14 @@ class Ranks:
         assert all_values is not None
         return all_values[self.rank]
 
+    def on_main(self, what: str, call: Callable[[], T]) -> T:
+        """Return the result of ``call()`` on the main rank, on every rank; raise as :meth:`fail_together`."""
+        results: list[T] = []
+        with self.fail_together(what):
+            if self.is_main:
+                results.append(call())
+        return self.all_gather(results)[0][0]
+
     @contextmanager
     def fail_together(self, what: str, *, kind: type[CheckpointError] = CheckpointError) -> Generator[None]:
         """Enter a block that raises on every rank if it fails on any; a collective at its end.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, final
@@ -37,7 +38,6 @@ from .layout import (
     SCALER,
     SCHEDULER,
     STREAMS_ALIKE,
-    StateFiles,
     from_classic_streams,
     holds_engine_state,
     read_engine_weights,
@@ -164,7 +164,7 @@ def resume_run(
         )
     ranks = Ranks(run.world)
     storage = storage_of(root or run.project.project_dir or ".")
-    located = _newest(_candidates(storage, ranks), ranks, where=str(storage))
+    located = _newest(storage, list_committed, ranks)
     if located is None:
         return None
     store, found = located
@@ -184,17 +184,11 @@ def read_checkpoint(
         objects: the fields of :class:`RunState` (``models=``, ``optimizers=``, ...; ``pre_hooks=`` for ``load_hooks``)
             and of :class:`LoadOptions`; and ``strict``, ``assign`` for ``model.load_state_dict``.
     """
-    run, options = _named(world, project, objects)
-    return load_run(run, input_dir, options)
-
-
-def _named(
-    world: World | None, project: ProjectOptions | None, objects: dict[str, Any]
-) -> tuple[RunState, LoadOptions]:
     given = sharded.GivenState(access=objects.pop("access", None) or sharded.InPlace())
     own = {"label": objects.pop("strategy", "NO"), "load_hooks": objects.pop("pre_hooks", ())}
     own |= {name: objects.pop(name) for name in RunState.__dataclass_fields__ if name in objects}
-    return RunState(given, world, project or ProjectOptions(), **own), LoadOptions.of(**objects)
+    run = RunState(given, world, project or ProjectOptions(), **own)
+    return load_run(run, input_dir, LoadOptions.of(**objects))
 
 
 # ------------------------------------------------------------------------------------------------- finding
@@ -217,27 +211,19 @@ def _find(
             "project_dir, whose newest valid checkpoint it then takes."
         )
     root = series_storage(project.project_dir)
-    newest = _newest(_broadcast_addresses(numbered(root), ranks), ranks, where=str(root))
+    newest = _newest(root, numbered, ranks)
     if newest is None:
         raise CheckpointNotFound(f"no checkpoint in {root}")
     return newest
 
 
-def _broadcast_addresses(found: Iterable[tuple[object, Storage]], ranks: Ranks) -> list[str]:
-    """Return the addresses that the main process sees, newest first, on every rank."""
-    return ranks.all_gather([str(storage) for _, storage in found][::-1] if ranks.is_main else [])[0]
-
-
-def _candidates(root: str | PathLike[str] | Storage, ranks: Ranks) -> list[str]:
-    """Return the addresses of all committed checkpoints in ``root``, newest first."""
-    with ranks.fail_together(f"look for checkpoints in {root}"):
-        found = list_committed(root) if ranks.is_main else []
-    return _broadcast_addresses(found, ranks)
-
-
-def _newest(addresses: Iterable[str], ranks: Ranks, *, where: str) -> tuple[Store, LoadedCheckpoint] | None:
+def _newest(
+    root: Storage, checkpoints: Callable[[Storage], Sequence[tuple[object, Storage]]], ranks: Ranks
+) -> tuple[Store, LoadedCheckpoint] | None:
+    """Return the newest valid one of ``checkpoints(root)``, which are in order, as the main process sees them."""
+    addresses = ranks.on_main(f"look for checkpoints in {root}", lambda: [str(one) for _, one in checkpoints(root)])
     skipped: dict[str, str] = {}
-    for address in addresses:
+    for address in reversed(addresses):
         store = open_store(address, ranks)
         try:
             store.require()
@@ -253,7 +239,7 @@ def _newest(addresses: Iterable[str], ranks: Ranks, *, where: str) -> tuple[Stor
     if not skipped:
         return None
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-    raise CheckpointError(f"no valid checkpoint in {where}: {reasons}")
+    raise CheckpointError(f"no valid checkpoint in {root}: {reasons}")
 
 
 def _is_foreign(store: Store) -> bool:
@@ -434,19 +420,24 @@ class Loading:
                 self._later(partial(self._set_num_updates, number, optimizer))
 
     def _set_num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        setattr(optimizer, "num_updates", self._num_updates(number, optimizer))  # noqa: B010
+        """Set the updates before this checkpoint: as the manifest says, else as the optimizer's state counts."""
+        counts = self.details.get(OPTIMIZER_UPDATES)
+        told = counts[number] if isinstance(counts, list) and number < len(counts) else self.details.get("updates")
+        if not isinstance(told, int):
+            told = int(max((state["step"] for state in optimizer.state.values() if "step" in state), default=0))
+        setattr(optimizer, "num_updates", told)  # noqa: B010
 
     def _note_unclaimed(self, folder: Path) -> None:
         """Note optimizers and schedulers in the checkpoint for which none is prepared here."""
+
+        def holds_optimizer(number: int) -> bool:
+            shards = sharded.optimizer_folder(folder, number)
+            return OPTIMIZER.holds(folder, number) or is_distributed_checkpoint(shards)
+
         prepared = len(self.run.optimizers)
-        num_optimizers = prepared
-        while OPTIMIZER.holds(folder, num_optimizers) or is_distributed_checkpoint(
-            sharded.optimizer_folder(folder, num_optimizers)
-        ):
-            num_optimizers += 1
         counts = {
-            "optimizer": (num_optimizers, prepared),
-            "scheduler": (_count(SCHEDULER, folder), len(self.run.schedulers)),
+            "optimizer": (_count(lambda number: number < prepared or holds_optimizer(number)), prepared),
+            "scheduler": (_count(partial(SCHEDULER.holds, folder)), len(self.run.schedulers)),
         }
         for kind, (num_saved, num_prepared) in counts.items():
             if num_saved > num_prepared:
@@ -454,14 +445,6 @@ class Loading:
                     f"{kind}s in it: {num_saved}, prepared here: {num_prepared}. The state of the others isn't loaded: "
                     "call prepare() before load_state(), or load with model_only=True"
                 )
-
-    def _num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> int:
-        """Return the updates before this checkpoint: as the manifest says, else as the optimizer's state counts."""
-        counts = self.details.get(OPTIMIZER_UPDATES)
-        told = counts[number] if isinstance(counts, list) and number < len(counts) else self.details.get("updates")
-        if isinstance(told, int):
-            return told
-        return int(max((state["step"] for state in optimizer.state.values() if "step" in state), default=0))
 
     def _read_shared(self, folder: Path) -> None:
         run, of_pickles = self.run, self.options.of_pickles
@@ -472,7 +455,7 @@ class Loading:
             if not state and getattr(run.scaler, "is_enabled", bool)():
                 raise CheckpointError("it was saved with a gradient scaler that was disabled; this run's is enabled")
             self._later(partial(run.scaler.load_state_dict, state))
-        num_saved = _count(CUSTOM, folder)
+        num_saved = _count(partial(CUSTOM.holds, folder))
         if num_saved != len(run.custom_objects):
             raise CheckpointError(
                 f"{folder} holds {num_saved} registered objects, but {len(run.custom_objects)} are registered now. "
@@ -547,7 +530,14 @@ class Loading:
             )
             is_minor = not has_positions
         else:
-            num_saved = _count(RANDOM, folder) if self.manifest is None else _count_listed(RANDOM, self.manifest.files)
+            names = None if self.manifest is None else self.manifest.files.keys()
+
+            def is_saved(number: int) -> bool:
+                if names is None:
+                    return RANDOM.holds(folder, number)
+                return not names.isdisjoint(RANDOM.possible_names(number))  # no file system request per rank
+
+            num_saved = _count(is_saved)
             note = f"random streams of rank {num_saved} and up are derived: the saved run didn't have them"
             is_minor = self.manifest is None and num_saved == 1 and not has_positions
         self.found.notes.append(note)
@@ -579,19 +569,9 @@ def _holds_model(folder: Path) -> bool:
     return holds_weights(folder) or is_distributed_checkpoint(shards) or classic.is_file() or holds_engine_state(folder)
 
 
-def _count(state_files: StateFiles, folder: Path) -> int:
-    number = 0
-    while state_files.holds(folder, number):
-        number += 1
-    return number
-
-
-def _count_listed(state_files: StateFiles, names: Container[str]) -> int:
-    """Return how many of ``state_files`` are among ``names``, without a file system request per rank."""
-    number = 0
-    while any(name in names for name in state_files.possible_names(number)):
-        number += 1
-    return number
+def _count(is_saved: Callable[[int], bool]) -> int:
+    """Return how many objects are saved; they are numbered from 0."""
+    return next(number for number in count() if not is_saved(number))
 
 
 def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> StateDict:

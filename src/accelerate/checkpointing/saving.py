@@ -335,7 +335,7 @@ def _prepare(
     if project.automatic_checkpoint_naming:
         assert project.project_dir is not None
         root = series_storage(project.project_dir)
-        number = _on_main(ranks, f"look into {root}", lambda: next_number(root, project.iteration))
+        number = ranks.on_main(f"look into {root}", lambda: next_number(root, project.iteration))
         storage = numbered_storage(root, number)
     assert storage is not None
     store = open_store(storage, ranks, on_each_node=project.save_on_each_node)
@@ -357,13 +357,6 @@ def _warn_of_absent_ranks(participants: CallParticipants, store: Store) -> None:
             by_number(others, "its own", "their own"),
             by_number(others, "it comes", "they come"),
         )
-
-
-def _on_main(ranks: Ranks, what: str, call: Callable[[], int]) -> int:
-    """Call ``call()`` on the main process, and return its result on every rank."""
-    with ranks.fail_together(what):
-        found = call() if ranks.is_main else 0
-    return ranks.all_gather(found)[0]
 
 
 def _details(
