@@ -6,8 +6,7 @@ from .codec import EncodingError as EncodingError
 from .dcp import merge_fsdp_weights as merge_fsdp_weights
 from .loading import load_accelerator_state as load_accelerator_state, load_run as load_run
 from .loading import LoadedCheckpoint as LoadedCheckpoint, LoadOptions as LoadOptions
-from .loading import read_checkpoint as read_checkpoint, resume_run as resume_run
-from .missed import watch_first_step as watch_first_step
+from .loading import read_checkpoint as read_checkpoint, resume_run as resume_run, watch_first_step as watch_first_step
 from .objects import check_registrable as check_registrable, Hooks as Hooks, load as load
 from .objects import load_custom_state as load_custom_state, save as save, save_custom_state as save_custom_state
 from .run_state import RunState as RunState, StrategyState as StrategyState

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -43,17 +44,17 @@ from .layout import (
     read_engine_weights,
 )
 from .manifest import OPTIMIZER_UPDATES, UNFINISHED_NAME, ByteProgress, Manifest, WithManifest
-from .missed import forget
 from .remote import open_store
 from .run_state import RunState, StateDict, Stateful
 from .series import is_classic, list_committed, numbered, series_storage
-from .storage import Storage, storage_of
+from .storage import LocalStorage, Storage, storage_of
 from .store import Store
 from .tensor_files import raw_bytes
 from .weights import Selection, holds_weights, loader_of, open_weights
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
+    from torch.utils.hooks import RemovableHandle
 
     from ..distributed.world import World
 
@@ -577,6 +578,57 @@ def _count(is_saved: Callable[[int], bool]) -> int:
 def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> StateDict:
     value = RANDOM.read(folder, rank, **options)
     return value if "streams" in value else {"streams": from_classic_streams(value)}
+
+
+# ------------------------------------------------------------------------- a warning of a load that is missing
+#
+# Some programs open ``optimizer.bin`` in a checkpoint themselves, and many continue silently if it is missing.
+
+_waiting: Final[WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]] = WeakKeyDictionary()
+
+
+def watch_first_step(optimizer: torch.optim.Optimizer, project_dir: str | None) -> None:
+    """Warn at the first step of ``optimizer`` if ``project_dir`` has a checkpoint and none has been loaded.
+
+    Later steps have no overhead.
+    """
+    folder = None if project_dir is None else _newest_of_project(project_dir)
+    if folder is None:
+        return
+
+    def warn(*_: object) -> None:
+        forget(list(_waiting))
+        _log.warning(
+            "This run makes its first update without load_state(), although %s is there: optimizers, schedulers and "
+            "loaders start anew. A program that opens optimizer.bin itself finds none there: call load_state() or "
+            "resume(), or save with ProjectConfiguration(checkpoint_format='classic').",
+            folder,
+        )
+
+    with suppress(AttributeError):  # not torch's class, or its __init__ wasn't run
+        _waiting[optimizer] = optimizer.register_step_pre_hook(warn)
+
+
+def forget(optimizers: Iterable[object]) -> None:
+    """Remove the warning at the first step of these optimizers, because a checkpoint has been loaded."""
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        handle = _waiting.pop(inner, None) if isinstance(inner, torch.optim.Optimizer) else None
+        if handle is not None:
+            handle.remove()
+
+
+def _newest_of_project(project_dir: str) -> str | None:
+    """Return the newest checkpoint in ``project_dir`` with the state of an optimizer that isn't ``optimizer.bin``."""
+    storage = storage_of(project_dir)
+    if not isinstance(storage, LocalStorage):
+        return None  # no program opens files there by their names
+    with suppress(OSError, CheckpointError, IndexError):  # there is none, or it can't be read
+        folder = Path(str(list_committed(storage)[-1][1]))
+        has_json = (folder / f"{OPTIMIZER.name()}.json").is_file()
+        if has_json or is_distributed_checkpoint(sharded.optimizer_folder(folder)):
+            return str(folder)
+    return None
 
 
 def load_accelerator_state(
