@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from ..distributed.store_requests import RequestThread, StoreTimeout, read_present
+from ..distributed.world import current_world
 from ..errors import CheckpointError, CollectiveError
 from ..torch_private.distributed import set_keys
 
@@ -129,6 +130,20 @@ class Ranks:
         """Wait until every live rank has read all messages, then stop the exchange."""
         if self._store_collectives is not None:
             self._store_collectives.close()
+
+
+def world_of(process_index: int) -> World | None:
+    """Return the world that this process has joined, if any, with the rank ``process_index``.
+
+    Raises:
+        CheckpointError: this process has another rank.
+    """
+    world = current_world()
+    if world is not None and process_index != world.rank:
+        raise CheckpointError(
+            f"process_index={process_index} was given, but this process is rank {world.rank} of {world.size}"
+        )
+    return world
 
 
 def _failures(texts: Sequence[str | None]) -> dict[int, str]:

@@ -17,13 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..distributed.random import restore_rng_states, set_seed
-from ..distributed.world import current_world
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import engine_tag
 from ..settings.training import ProjectOptions
 from ..wording import by_number, some_ranks
 from . import sharded
-from .agreement import Ranks
+from .agreement import Ranks, world_of
 from .codec import read_pickle
 from .dcp import is_distributed_checkpoint
 from .fit import by_name
@@ -644,14 +643,9 @@ def load_accelerator_state(
     **load_model_func_kwargs: Any,
 ) -> dict[str, int]:
     """Load ``input_dir`` into the objects; return ``{"step": n}``, the step to resume at (empty without one)."""
-    world = current_world()
-    if world is not None and process_index != world.rank:
-        raise CheckpointError(
-            f"process_index={process_index} was given, but this process is rank {world.rank} of {world.size}"
-        )
     found = read_checkpoint(
         input_dir,
-        world=world,
+        world=world_of(process_index),
         models=models,
         optimizers=optimizers,
         schedulers=schedulers,

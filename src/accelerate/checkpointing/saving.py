@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsFloat, fi
 from ..distributed.call_rendezvous import CallParticipants
 from ..distributed.collectives import require_group
 from ..distributed.random import has_common_seed
-from ..distributed.world import current_world
-from ..errors import CheckpointError, SettingError
+from ..errors import SettingError
 from ..settings.training import ProjectOptions
 from ..wording import by_number, some_ranks
-from .agreement import Ranks, StoreCollectives
+from .agreement import Ranks, StoreCollectives, world_of
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, RunItems, TensorsItem
 from .layout import OPEN_WINDOW, STREAMS_ALIKE
@@ -447,13 +446,7 @@ def save_accelerator_state(
 
     ``process_index`` has to be this process's rank.
     """
-    world = current_world()
-    rank = world.rank if world is not None else 0
-    if world is not None and process_index != rank:
-        raise CheckpointError(
-            f"process_index={process_index} was given, but this process is rank {rank} of {world.size}"
-        )
-    project = ProjectOptions(save_on_each_node=save_on_each_node)
+    world, project = world_of(process_index), ProjectOptions(save_on_each_node=save_on_each_node)
     return write_checkpoint(
         os.fspath(Path(output_dir)),
         world=world,
