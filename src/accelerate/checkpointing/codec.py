@@ -196,7 +196,7 @@ class _Encoder:
 
     def add_tensor(self, tensor: torch.Tensor, name: str) -> str:
         """Store a tensor and return its key; a tensor stored before keeps its key, so aliases stay aliases."""
-        identity = _view_identity(tensor)
+        identity = view_identity(tensor)
         if tensor.numel() and identity in self.seen:
             return self.seen[identity]
         key = name.lstrip(".") or "value"
@@ -255,7 +255,8 @@ def encode(value: object, name: str = "state") -> Encoded:
     return Encoded(document, encoder.tensors)
 
 
-def _view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors of the same memory and view."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     # A tensor without an address (XLA) equals only itself.
     return (tensor.device, tensor.data_ptr() or id(tensor), shape, stride, tensor.dtype)

@@ -26,7 +26,7 @@ import torch
 from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
-from .codec import read_pickle, write_pickle
+from .codec import read_pickle, view_identity, write_pickle
 from .fit import check_module, require_fit
 from .quantized_state import is_statistic, load_statistics
 from .run_state import StateDict
@@ -75,8 +75,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or not tensor.numel() or tensor.is_meta:
         return None
-    # a tensor without an address (XLA) equals only itself
-    return (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return view_identity(tensor)
 
 
 def shared_names(state_dict: Mapping[str, object]) -> dict[str, str]:
@@ -171,17 +170,15 @@ class WeightNames:
         return name in (self.whole, self.index) or shard is not None
 
 
-def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Divide the names, in order, into shards below the limit; a tensor above the limit gets its own shard.
+def _split(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Divide the names, in order, into shards of sizes below the limit; a tensor above the limit gets its own shard.
 
     Shards are numbered in the order of their completion, as other writers of this format do.
     """
     shards: list[list[str]] = []
     current: list[str] = []
     filled = 0
-    counted = shared_names(state_dict)
-    for name, tensor in state_dict.items():
-        size = 0 if name in counted else tensor.numel() * tensor.element_size()
+    for name, size in sizes.items():
         if size > max_shard_bytes:
             shards.append([name])
             continue
@@ -207,13 +204,13 @@ def write_weights(
         CheckpointError: a tensor has no values, or the format doesn't support it.
     """
     check_weights(state_dict, safe_serialization=safe_serialization)
-    names = WeightNames.of(index, safe=safe_serialization)
-    if safe_serialization and (dropped := shared_names(state_dict)):
-        state_dict = {name: value for name, value in state_dict.items() if name not in dropped}
-    if max_shard_size is None:
-        shards = [list(state_dict)]
-    else:
-        shards = _split(state_dict, convert_file_size_to_int(max_shard_size))
+    names, tied = WeightNames.of(index, safe=safe_serialization), shared_names(state_dict)
+    sizes = {
+        name: value.numel() * value.element_size() if isinstance(value, torch.Tensor) and name not in tied else 0
+        for name, value in state_dict.items()
+        if not (safe_serialization and name in tied)
+    }
+    shards = [list(sizes)] if max_shard_size is None else _split(sizes, convert_file_size_to_int(max_shard_size))
     files = {
         names.whole if len(shards) == 1 else names.shard(number, len(shards)): shard
         for number, shard in enumerate(shards, start=1)
@@ -226,18 +223,8 @@ def write_weights(
             else:
                 write_pickle(part, file)
     if len(shards) > 1:
-        _write_index(create, names, files, state_dict)
-
-
-def _write_index(
-    create: Create, names: WeightNames, files: Mapping[str, list[str]], state_dict: Mapping[str, torch.Tensor]
-) -> None:
-    shared = shared_names(state_dict)
-    sizes = [t.numel() * t.element_size() for name, t in state_dict.items() if name not in shared]
-    weight_map = {key: name for name, keys in files.items() for key in keys}
-    content = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-    with create(names.index) as file:
-        file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        _write_json(create, names.index, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
 def save_model(
@@ -527,12 +514,7 @@ class Selection:
     def to_details(self) -> dict[str, object]:
         """Return the fields that differ from the defaults, as a manifest records them."""
         dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        fields = {
-            "exclude": list(self.exclude),
-            "dtype": dtype,
-            "adapters_only": self.adapters_only,
-            "model_only": self.model_only,
-        }
+        fields = {**vars(self), "exclude": list(self.exclude), "dtype": dtype}
         return {name: value for name, value in fields.items() if value}
 
     @classmethod
