@@ -92,7 +92,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "checkpointing/codec.py _numpy_dtype ValueError",
         "checkpointing/codec.py _read_enum ValueError",
         "checkpointing/codec.py _read_namedtuple ValueError",
-        "checkpointing/manifest.py _refuse_name ValueError",
+        "checkpointing/manifest.py Manifest._from_content ValueError",
         "checkpointing/storage.py LocalStorage.read FileNotFoundError",
         "checkpointing/storage.py RemoteStorage.upload.put OSError",
         "commands/config/ask.py Asker.ask.read_required ValueError",

@@ -181,14 +181,14 @@ class Manifest:
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> Manifest:
-        files: dict[str, FileRecord] = {}
-        for name, entry in content["files"].items():
-            _refuse_name(name)
-            files[name] = FileRecord(int(entry["size"]), int(entry["crc32"], 16))
         known = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
         pickled, replaces = tuple(content.get("pickled", ())), tuple(content.get("replaces", ()))
-        for name in replaces:
-            _refuse_name(name)
+        for name in (*content["files"], *replaces):
+            if (reason := reason_against(name)) is not None:
+                raise ValueError(f"the file name {name!r} {reason}")
+        files = {
+            name: FileRecord(int(entry["size"]), int(entry["crc32"], 16)) for name, entry in content["files"].items()
+        }
         return cls(**{**known, "files": files, "pickled": pickled, "replaces": replaces})
 
 
@@ -211,12 +211,6 @@ class WithManifest(ABC):
     def fingerprint(self) -> str | None:
         """The SHA-256 of ``Accelerator.fingerprint()`` at the save; None if none was recorded."""
         return None if self.manifest is None else self.manifest.details.get("fingerprint")
-
-
-def _refuse_name(name: str) -> None:
-    reason = reason_against(name)
-    if reason is not None:
-        raise ValueError(f"the file name {name!r} {reason}")
 
 
 def read_manifest(folder: Path | Storage) -> Manifest | None:
