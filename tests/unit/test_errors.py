@@ -112,7 +112,6 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "commands/config/interview.py _nth ValueError",
     ),
     "a mistake of this package's own, not of its user": (
-        "checkpointing/storage.py retry AssertionError",
         "data_loader/sampling.py Permutation.__init__ ValueError",
         "devices/table.py kind_of ValueError",
         "distributed/mesh.py DataParallelRank.__post_init__ ValueError",

@@ -290,27 +290,24 @@ class RemoteStorage(Storage):
         return self._system
 
     def _call(self, what: str, call: Callable[[], T], **otherwise: T) -> T:
-        """Return the result of ``call()`` with :func:`retry`; return ``missing``, if given, for a missing file."""
-        try:
-            return retry(call, f"{what} {self}")
-        except FileNotFoundError:
-            if "missing" in otherwise:
-                return otherwise["missing"]
-            raise
+        """Return the result of ``call()``, or ``missing``, if given, for a missing file.
 
-
-def retry(call: Callable[[], T], what: str) -> T:
-    """Return the result of ``call()``, retried after transient errors with growing pauses; raise the last error."""
-    for attempt in range(1, NUM_ATTEMPTS + 1):
-        try:
-            return call()
-        except Exception as error:  # the transient errors are those of packages that may not be installed
-            if attempt == NUM_ATTEMPTS or not _is_transient(error):
-                raise
-            pause_seconds = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-            _log.info("Attempt %d to %s failed (%s); again in %.1f s", attempt, what, error, pause_seconds)
-            time.sleep(pause_seconds)
-    raise AssertionError("unreachable")
+        Transient errors are retried with growing pauses; the last one is raised.
+        """
+        attempt = 1
+        while True:
+            try:
+                return call()
+            except Exception as error:  # the transient errors are those of packages that may not be installed
+                if isinstance(error, FileNotFoundError) and "missing" in otherwise:
+                    return otherwise["missing"]
+                if attempt == NUM_ATTEMPTS or not _is_transient(error):
+                    raise
+                pause_seconds = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                message = "Attempt %d to %s %s failed (%s); again in %.1f s"
+                _log.info(message, attempt, what, self, error, pause_seconds)
+                time.sleep(pause_seconds)
+                attempt += 1
 
 
 def _is_transient(error: Exception) -> bool:
