@@ -125,14 +125,6 @@ class TensorFile:
         """Return the names of the tensors."""
         return list(self._handle.keys())
 
-    def metadata(self) -> dict[str, str]:
-        """Return the text metadata of the file."""
-        return dict(self._handle.metadata() or {})
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading it."""
-        return tuple(self._handle.get_slice(name).get_shape())
-
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor that may be memory-mapped from the file: copy it before the file can change."""
         return cast(torch.Tensor, self._handle.get_tensor(name))
