@@ -20,7 +20,7 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accelerate.checkpointing import shards_item
+from accelerate.checkpointing import dcp
 from accelerate.checkpointing.dcp import read_metadata
 from accelerate.checkpointing.manifest import read_manifest
 from tests.unit.checkpointing.many_ranks import (
@@ -59,12 +59,12 @@ def plan(save: Save, folder: Path) -> None:
 def plan_as_torch(save: Save) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    messages = [shards_item._packed(save.plan_of(rank)) for rank in range(save.ranks)]
+    messages = [dcp._packed(save.plan_of(rank)) for rank in range(save.ranks)]
     print(f"torch, {save.ranks} ranks: proposals {sum(map(len, messages)) / 1e6:.1f} MB")
     with measured("torch's plan of rank 0"):
         planner = DefaultSavePlanner()
         planner.set_up_planner({}, None, True)
-        planner.create_global_plan([shards_item._unpacked(message) for message in messages])
+        planner.create_global_plan([dcp._unpacked(message) for message in messages])
 
 
 def files(ranks: int, folder: Path) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpointing import Background, agreement, list_checkpoints, read_checkpoint, write_checkpoint
+from accelerate.checkpointing.dcp import ShardsItem
 from accelerate.checkpointing.items import CheckpointItem
-from accelerate.checkpointing.shards_item import ShardsItem
 from accelerate.checkpointing.store import StagingDirectory
 from accelerate.distributed.world import World, join_world
 from accelerate.settings.training import ProjectOptions

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from accelerate import Accelerator
-from accelerate.checkpointing import shards_item as shard_files
+from accelerate.checkpointing import dcp as shard_files
 from accelerate.errors import CheckpointError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.torch_private.distributed import shard_locally

@@ -22,7 +22,7 @@ All are collectives of ``world`` (None: this process alone); a failure on one ra
 - `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors; `layout`:
   the files of each kind of state.
 - `weights`: the files of models, selections, export; `objects`: single objects, registered objects and hooks;
-  `sharded`: sharded state, `dcp`: its files, read or merged into one.
+  `sharded`: sharded state, `dcp`: its files, written, read or merged into one.
 
 Names are imported when first used, because a listing (`series`) needs no torch.
 """

@@ -27,7 +27,7 @@ from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from ..torch_private.distributed import shard_locally
 from ..torch_private.modules import loaded
 from .agreement import Ranks
-from .dcp import read_into, read_metadata
+from .dcp import ShardsItem, read_into, read_metadata
 from .fit import OptimizerLayout, check_entry, check_groups, check_settings, other_parameters, require_fit
 from .layout import MAX_RANKS
 from .quantized_state import (
@@ -40,7 +40,6 @@ from .quantized_state import (
     split_state,
 )
 from .run_state import StateDict, StrategyState
-from .shards_item import ShardsItem
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES

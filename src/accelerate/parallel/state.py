@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, ca
 
 import torch
 
+from ..checkpointing.dcp import ShardsItem
 from ..checkpointing.items import CheckpointItem
 from ..checkpointing.run_state import StateDict, Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess, optimizer_folder, own_shards, weights_folder
-from ..checkpointing.shards_item import ShardsItem
 from ..checkpointing.store import StagingDirectory
 from ..errors import NotBuilt
 from ..lazy import function_in_use

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import Replicate, Shard
 
-from accelerate.checkpointing import shards_item
+from accelerate.checkpointing import dcp
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import Encoded
 from accelerate.checkpointing.items import state_item
@@ -84,12 +84,12 @@ class Save:
         """Return the message with which the rank proposes what it writes."""
         plan = self.plan_of(rank)
         state = dict.fromkeys(NAMES[: self.tensors], Sharded(self.mesh(rank)))
-        plan = shards_item.without_replicas(plan, state)
-        return shards_item.plain_pickle(shards_item.proposed(plan, rank == 0))
+        plan = dcp.without_replicas(plan, state)
+        return dcp.plain_pickle(dcp.proposed(plan, rank == 0))
 
     def quick_proposal_of(self, rank: int) -> bytes:
         """Return the same, without making first what is left out."""
-        return shards_item.plain_pickle(self.plan_of(rank, own_only=True))
+        return dcp.plain_pickle(self.plan_of(rank, own_only=True))
 
 
 NAMES = [f"model.layers.{number // 9}.block.{number % 9}.weight" for number in range(2000)]
@@ -97,27 +97,27 @@ NAMES = [f"model.layers.{number // 9}.block.{number % 9}.weight" for number in r
 
 def plan_by_rank_0(folder: Path, proposals: list[bytes]) -> tuple[list[bytes], Any]:
     """Return the plans of all ranks as messages, and the index without locations, as rank 0 makes them."""
-    planner_class, writer_class = shards_item._save_classes()
+    planner_class, writer_class = dcp._save_classes()
     planner, writer = planner_class(), writer_class(folder)
     planner.set_up_planner({}, writer.storage_meta(), True)
-    plans, metadata = planner.create_global_plan([shards_item._unpacked(message) for message in proposals])
-    return [shards_item.plain_pickle(plan) for plan in writer.prepare_global_plan(plans)], metadata
+    plans, metadata = planner.create_global_plan([dcp._unpacked(message) for message in proposals])
+    return [dcp.plain_pickle(plan) for plan in writer.prepare_global_plan(plans)], metadata
 
 
 def results_of(message: bytes) -> bytes:
     """Return the message with which a rank tells what it has written."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    plan = shards_item._unpacked(message)
+    plan = dcp._unpacked(message)
     name = f"{plan.storage_data.prefix}0.distcp"
-    return shards_item.plain_pickle(
+    return dcp.plain_pickle(
         [WriteResult(item.index, 10, _StorageInfo(name, 10 * at, 10)) for at, item in enumerate(plan.items)]
     )
 
 
 def write_shards(folder: Path, save: Save) -> None:
     """Write real files of shards, each by the rank that the plan has for it, and the index; row r holds r."""
-    planner_class, writer_class = shards_item._save_classes()
+    planner_class, writer_class = dcp._save_classes()
     messages, metadata = plan_by_rank_0(folder, [save.quick_proposal_of(rank) for rank in range(save.ranks)])
     rows = torch.arange(ROWS, dtype=torch.bfloat16)[:, None].expand(ROWS, COLUMNS)
     writer = writer_class(folder, single_file_per_rank=True, thread_count=1)
@@ -125,7 +125,7 @@ def write_shards(folder: Path, save: Save) -> None:
     folder.mkdir(parents=True)
     results: list[bytes] = []
     for message in messages:
-        plan = shards_item._unpacked(message)
+        plan = dcp._unpacked(message)
         if not plan.items:
             continue
         (folder / plan.storage_data.prefix).parent.mkdir(exist_ok=True)
@@ -136,17 +136,17 @@ def write_shards(folder: Path, save: Save) -> None:
             else torch.tensor(7.0)
             for item in plan.items
         }
-        results.append(shards_item.plain_pickle(writer.write_data(plan, planner).wait()))
-    writer.finish(metadata, [shards_item._unpacked(message) for message in results])
+        results.append(dcp.plain_pickle(writer.write_data(plan, planner).wait()))
+    writer.finish(metadata, [dcp._unpacked(message) for message in results])
 
 
 def write_index(folder: Path, metadata: Any, results: list[bytes]) -> None:
     """Write the index as rank 0 does at the end."""
-    _, writer_class = shards_item._save_classes()
+    _, writer_class = dcp._save_classes()
     writer = writer_class(folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer.set_up_storage_writer(True)
-    writer.finish(metadata, [shards_item._unpacked(message) for message in results])
+    writer.finish(metadata, [dcp._unpacked(message) for message in results])
 
 
 # ------------------------------------------------------------------------------------- files and the manifest

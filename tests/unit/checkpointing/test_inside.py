@@ -326,7 +326,7 @@ PLACES: Final[dict[str, str]] = {
     "checkpointing/storage.py LocalStorage.read": OWN,
     "checkpointing/storage.py LocalStorage.write": OWN,
     "checkpointing/loading.py Loading._read_model": OWN,
-    "checkpointing/shards_item.py _unpacked": "no file: what other ranks say",
+    "checkpointing/dcp.py _unpacked": "no file: what other ranks say",
     "checkpointing/background.py _allocate_huge_pages": "no file: memory",
     "checkpointing/storage.py fsync_path": OWN,
     "checkpointing/tensor_files.py open_tensors": GIVEN,

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from accelerate.checkpointing import dcp
 from accelerate.checkpointing import manifest as manifests
-from accelerate.checkpointing import shards_item
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import encode
 from accelerate.checkpointing.dcp import read_into, read_metadata
@@ -139,7 +139,7 @@ def test_rank_0_plans_each_piece_once(tmp_path: Path, ranks: int, tensors: int, 
 
 def test_pieces_that_several_ranks_propose_are_planned_once() -> None:
     plans = [Save(4, 3, 2).plan_of(rank) for rank in range(4)]
-    once = shards_item.each_once(plans)
+    once = dcp.each_once(plans)
     assert [len(plan.items) for plan in once] == [6, 3, 0, 0]
     indices = [item.index for plan in once for item in plan.items]
     assert len(set(indices)) == len(indices)
@@ -152,15 +152,15 @@ def test_ranks_with_the_same_whole_values_leave_them_to_the_first() -> None:
         def all_gather(self, value: int) -> list[int]:
             return [1, 2, value, value]
 
-    assert shards_item.is_first_alike(Gathering(), 3) and not shards_item.is_first_alike(Gathering(), 2)  # type: ignore[arg-type]
+    assert dcp.is_first_alike(Gathering(), 3) and not dcp.is_first_alike(Gathering(), 2)  # type: ignore[arg-type]
     plan = Save(4, 3, 2).plan_of(2)
-    kinds = Counter(item.type for item in shards_item.proposed(plan, False).items)
+    kinds = Counter(item.type for item in dcp.proposed(plan, False).items)
     assert kinds == {WriteItemType.SHARD: 3}
-    assert len(shards_item.proposed(plan, True).items) == 6
-    assert set(shards_item.proposed(plan, False).planner_data or {}) == set(NAMES[:3])
-    assert shards_item.whole_values(plan) == shards_item.whole_values(Save(4, 3, 2).plan_of(1))
-    assert shards_item.whole_values(plan) != shards_item.whole_values(Save(4, 2, 2).plan_of(1))
-    assert shards_item.without_replicas(SavePlan([]), {}).items == []
+    assert len(dcp.proposed(plan, True).items) == 6
+    assert set(dcp.proposed(plan, False).planner_data or {}) == set(NAMES[:3])
+    assert dcp.whole_values(plan) == dcp.whole_values(Save(4, 3, 2).plan_of(1))
+    assert dcp.whole_values(plan) != dcp.whole_values(Save(4, 2, 2).plan_of(1))
+    assert dcp.without_replicas(SavePlan([]), {}).items == []
 
 
 def metadata_of(*boxes: tuple[tuple[int, int], tuple[int, int]], size: tuple[int, int] = (4, 6)) -> Metadata:
@@ -169,23 +169,23 @@ def metadata_of(*boxes: tuple[tuple[int, int], tuple[int, int]], size: tuple[int
 
 
 def test_pieces_have_to_fill_their_tensor() -> None:
-    shards_item.require_whole(metadata_of(((0, 0), (4, 3)), ((0, 3), (4, 3))))
-    shards_item.require_whole(metadata_of(*(((x, y), (2, 2)) for x in (0, 2) for y in (0, 2, 4))))
-    shards_item.require_whole(metadata_of(((0, 0), (4, 6))))
+    dcp.require_whole(metadata_of(((0, 0), (4, 3)), ((0, 3), (4, 3))))
+    dcp.require_whole(metadata_of(*(((x, y), (2, 2)) for x in (0, 2) for y in (0, 2, 4))))
+    dcp.require_whole(metadata_of(((0, 0), (4, 6))))
     for wrong in (
         [((0, 0), (4, 3))],  # a gap
         [((0, 0), (4, 3)), ((0, 4), (4, 3))],  # beyond the edge
         [((0, 0), (4, 4)), ((0, 3), (4, 2))],  # overlapping, and a gap of the same size
     ):
         with pytest.raises(CheckpointError, match="don't fill weight"):
-            shards_item.require_whole(metadata_of(*wrong))
+            dcp.require_whole(metadata_of(*wrong))
 
 
 def test_torch_reads_shards_in_folders_by_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files lie deeper, and the index says so: any reader of distributed checkpoints follows it."""
-    monkeypatch.setattr(shards_item, "folder_of_rank", lambda rank, ranks: "ranks_00000/")
+    monkeypatch.setattr(dcp, "folder_of_rank", lambda rank, ranks: "ranks_00000/")
     state = {"model": {"weight": torch.arange(6.0), "step": torch.tensor(3)}}
-    shards_item.ShardsItem(tmp_path / "shards", state, Ranks()).write(lambda name, **_: pytest.fail(name))
+    dcp.ShardsItem(tmp_path / "shards", state, Ranks()).write(lambda name, **_: pytest.fail(name))
     assert [path.name for path in tmp_path.rglob("*.distcp")] == ["__0_0.distcp"]
     assert (tmp_path / "shards" / "ranks_00000" / "__0_0.distcp").is_file()
     found: dict[str, Any] = {"model": {"weight": torch.zeros(6), "step": torch.tensor(0)}}

@@ -15,10 +15,10 @@ import torch
 
 from ...checkpointing import codec
 from ...checkpointing.agreement import Ranks
+from ...checkpointing.dcp import ShardsItem
 from ...checkpointing.items import CheckpointItem, RunItems
 from ...checkpointing.layout import MAX_RANKS, folder_of_rank
 from ...checkpointing.manifest import format_bytes
-from ...checkpointing.shards_item import ShardsItem
 from ...checkpointing.store import StagingDirectory
 from ...checkpointing.weights import EVERYTHING
 from ...distributed.mesh import SHARD_AXES, Mesh
