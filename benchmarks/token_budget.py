@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from accelerate.data_loader.token_plan import TokenPlan
+from accelerate.data_loader.token_batches import TokenPlan
 
 BUDGET, MEDIAN, SIGMA, WIDTH = 8192, 300, 1.0, 4096
 Lengths = NDArray[np.int64]

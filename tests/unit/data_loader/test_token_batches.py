@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accelerate import Accelerator
 from accelerate.data_loader import TokenBatchSampler, prepare_data_loader, skip_first_batches
-from accelerate.data_loader.token_plan import TokenPlan
+from accelerate.data_loader.token_batches import TokenPlan
 from accelerate.errors import PreparationError, ResumeWarning, SettingError
 from accelerate.utils import DataLoaderConfiguration, set_seed
 
