@@ -28,13 +28,12 @@ from .adapter import (
     torchdatas_part,
     with_position,
 )
-from .epochs import epoch_listeners, epoch_of_script, note_epochs
 from .indexed import IndexReader, RecordingSampler
 from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
 from .prefetch import DevicePrefetch, prefetch_for, prefetched
 from .random_streams import SampleSeed
 from .reading import Delivery, Reader, ReadPlan
-from .resume import PositionState, Progress, SavedPosition
+from .resume import PositionState, Progress, SavedPosition, epoch_listeners, epoch_of_script, note_epochs
 from .sampling import (
     BEGINNING,
     UNKNOWN,
