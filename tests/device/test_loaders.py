@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.data_loader.prefetch import StreamPrefetch
+from accelerate.data_loader.reading import StreamPrefetch
 from accelerate.devices.table import kind_of
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.device.devices import on_devices

@@ -30,9 +30,8 @@ from .adapter import (
 )
 from .indexed import IndexReader, RecordingSampler
 from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
-from .prefetch import DevicePrefetch, prefetch_for, prefetched
 from .random_streams import SampleSeed
-from .reading import Delivery, Reader, ReadPlan
+from .reading import Delivery, DevicePrefetch, Reader, ReadPlan, prefetch_for, prefetched
 from .resume import PositionState, Progress, SavedPosition, epoch_listeners, epoch_of_script, note_epochs
 from .sampling import (
     BEGINNING,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate.data_loader import prefetch, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader, reading
 from accelerate.devices import table as devices
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         stream_scope="fake_streams:stream",
         stream_now="fake_streams:current_stream",
     )
-    monkeypatch.setattr(prefetch, "kind_of", lambda device: row)
+    monkeypatch.setattr(reading, "kind_of", lambda device: row)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: FakeStream.log.append("kept"))
     FakeStream.log = []
     return FakeStream.log
@@ -108,7 +108,7 @@ def test_a_position_saved_while_batches_are_ahead_is_that_of_the_current_batch(s
 def test_a_device_without_streams_has_no_prefetch() -> None:
     prepared = loader(2)
     assert [len(batch) for batch in prepared] == [3, 3, 3, 2]
-    assert prefetch.prefetch_for(CPU) is None
+    assert reading.prefetch_for(CPU) is None
 
 
 class Slow(Dataset):
