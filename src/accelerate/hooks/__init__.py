@@ -1,9 +1,8 @@
 """Hooks around a module's forward: they load weights, move inputs, and offload weights again.
 
 - `base`: the interface of a hook, and how to put one around a forward; `align`: move weights and inputs to one device,
-and access offloaded weights.
-- `attach`: hooks for a whole model, and layer-wise casting; `cpu_offload`: move whole models in turn; `attention`:
-models with sequences sharded over ranks.
+access offloaded weights, and move whole models in turn.
+- `attach`: hooks for a whole model, layer-wise casting, and models with sequences sharded over ranks.
 
 Libraries look up the classes in this module by name, and rebuild a hook from its attributes, which have the names of
 its constructor's parameters.
@@ -11,7 +10,7 @@ its constructor's parameters.
 
 from __future__ import annotations
 
-from .align import AlignDevicesHook
+from .align import AlignDevicesHook, CpuOffload, UserCpuOffloadHook
 from .attach import (
     LayerwiseCastingHook,
     attach_align_device_hook,
@@ -26,7 +25,6 @@ from .base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from .cpu_offload import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

@@ -1,8 +1,9 @@
-"""Hooks attached to all modules of a model, and layer-wise casting. Internal."""
+"""Hooks attached to all modules of a model, layer-wise casting, and attention over sharded sequences. Internal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
@@ -12,6 +13,7 @@ from torch import nn
 from ..big_models.offload import PrefixedDataset
 from ..big_models.placement import TiedCopies, set_module_tensor_to_device
 from ..big_models.sizes import Device, named_module_tensors
+from ..errors import PreparationError
 from .align import AlignDevicesHook
 from .base import ModelHook, add_hook_to_module
 
@@ -266,3 +268,68 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention hooks and checks for models with sequences sharded over ranks
+
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
+def refuse_recurrent_layers(model: nn.Module) -> None:
+    """Raise if ``model`` has layers that process the sequence step by step.
+
+    Raises:
+        PreparationError: the model has linear attention, a state space model or a recurrent network.
+    """
+    kinds = [kind for kind in _layer_types(model) if kind not in ("full_attention", *_WINDOWS)]
+    modules = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)]
+    if kinds or modules:
+        raise PreparationError(
+            f"{type(model).__name__} has {[*kinds, *modules][0]} layers, which read a sequence from its beginning. "
+            "Ranks can't compute parts of it: context and sequence parallelism need attention layers only. Set "
+            "cp_size=1 and sp_size=1."
+        )
+
+
+def refuse_windows(model: nn.Module) -> None:
+    """Raise if ``model`` has attention over only a window of the sequence.
+
+    Raises:
+        PreparationError: the attention has sliding windows or chunks.
+    """
+    config = getattr(model, "config", None)
+    kinds = [kind for kind in _layer_types(model) if kind in _WINDOWS]
+    slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds or (slides and not _layer_types(model)):
+        raise PreparationError(
+            f"{type(model).__name__} has {kinds[0] if kinds else 'sliding_attention'} layers, and context parallelism "
+            "has full and causal attention only. Use sequence parallelism (sp_size) or tensor parallelism (tp_size)."
+        )
+
+
+def _layer_types(model: nn.Module) -> list[str]:
+    return list(getattr(getattr(model, "config", None), "layer_types", None) or ())
+
+
+def attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Run modules called ``self_attn`` without attention mask, and with ``is_causal=True`` if they accept it."""
+    for name, module in model.named_modules():
+        if not name.endswith("self_attn"):
+            continue
+        parameters = inspect.signature(module.forward).parameters
+        knows = "is_causal" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        module.register_forward_pre_hook(_without_mask(knows), with_kwargs=True, prepend=True)
+
+
+def _without_mask(knows_is_causal: bool) -> Callable[..., tuple[object, dict[str, object]]]:
+    def drop_mask(module: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
+        if knows_is_causal:
+            kwargs["is_causal"] = True
+        return args, kwargs
+
+    # Libraries recognise these hooks by their documented module, and remove them by it.
+    drop_mask.__module__ = "accelerate.big_modeling"
+    return drop_mask

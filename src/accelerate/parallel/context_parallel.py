@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ..distributed.mesh import Mesh
 from ..errors import PreparationError, SettingError
-from ..hooks.attention import attach_context_parallel_hooks, refuse_recurrent_layers, refuse_windows
+from ..hooks.attach import attach_context_parallel_hooks, refuse_recurrent_layers, refuse_windows
 from ..plugins.parallelism import ParallelismConfig
 from ..torch_private.distributed import set_ring_rotation
 from ..torch_private.tracing import attention_on_cpu, attention_on_cpu_backward

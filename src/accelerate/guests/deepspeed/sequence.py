@@ -12,7 +12,7 @@ import torch
 
 from ...data_loader.adapter import SequenceShardLoader
 from ...errors import PreparationError
-from ...hooks.attention import refuse_recurrent_layers
+from ...hooks.attach import refuse_recurrent_layers
 from ...optional import require
 from ...plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from ...training.accumulation import GradientState
