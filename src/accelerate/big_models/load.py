@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -74,7 +74,7 @@ def load_state_dict(
         device = CPU.name if device_map is None else device_of(name, device_map)
         target = as_device(CPU.name if device in (None, DISK) else device)
         tensor = weight_file.tensor(name).to(target, copy=True)
-        weight_file.release([name])
+        weight_file.release(name)
         return tensor
 
     names = list(weight_file.names())
@@ -373,7 +373,7 @@ class _CheckpointLoader:
                 new = None
             else:
                 new = value.to(device=item.device, dtype=dtype, copy=True)
-            item.weight_file.release([item.stored])
+            item.weight_file.release(item.stored)
             return new
 
         with _progress(total) as bar, ThreadPoolExecutor(NUM_READERS) as readers:
@@ -387,7 +387,8 @@ class _CheckpointLoader:
                         self._assign(item, value)
                     del value
                     in_flight.extend(readers.submit(read, each) for each in islice(following, 1))
-                    bar.update(item.weight_file.num_bytes(item.stored))
+                    if bar is not None:
+                        bar.update(item.weight_file.num_bytes(item.stored))
             finally:
                 for left in in_flight:
                     left.cancel()
@@ -425,7 +426,7 @@ class _CheckpointLoader:
                     f"{item.weight_file.path} can't be read in place, and parts of it go to disk: give "
                     "`offload_folder`, where they are to be written."
                 )
-            item.weight_file.release([item.stored])
+            item.weight_file.release(item.stored)
             self._move_to_meta(item.name, dtype)
         return index
 
@@ -435,7 +436,7 @@ class _CheckpointLoader:
         value = item.weight_file.tensor(item.stored)
         scales = self._scales(item, value)
         quantize_and_offload_8bit(self.model, value, item.name, dtype, folder, index, fp16_statistics=scales)
-        item.weight_file.release([item.stored])
+        item.weight_file.release(item.stored)
 
     def _scales(self, item: _Item, value: torch.Tensor) -> torch.Tensor | None:
         """Return the scale of each row if the file has the weight in 8 bits; else None."""
@@ -457,23 +458,11 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names) - 5} more)" if len(names) > 5 else "")
 
 
-def _progress(total: int) -> Any:
-    """Return a progress bar in bytes for a large checkpoint, else one that displays nothing."""
+def _progress(total: int) -> AbstractContextManager[Any]:
+    """Return a progress bar in bytes for a large checkpoint; a context with None for others."""
     if total < SHOW_PROGRESS_FROM_BYTES or not is_installed("tqdm"):
-        return _NoBar()
+        return nullcontext()
     return tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=None)
-
-
-@final
-class _NoBar:
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, num_bytes: int) -> None:
-        """Do nothing."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -535,81 +524,12 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-class WeightFile(ABC):
-    """An open weight file."""
-
-    path: Path
-
-    @abstractmethod
-    def names(self) -> Iterable[str]:
-        """Return the names of the tensors in the file."""
-
-    @abstractmethod
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return the dtype and the shape of a tensor, without reading it."""
-
-    @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, which may share the file's memory."""
-
-    @abstractmethod
-    def release(self, names: Iterable[str]) -> None:
-        """Release the memory that was read for these tensors."""
-
-    @abstractmethod
-    def entry(self, name: str) -> Entry | None:
-        """Return an entry for the offload index that refers to this file; None if impossible."""
-
-    def position(self, name: str) -> int:
-        """Return the byte offset of the tensor in the file; 0 if unknown."""
-        del name
-        return 0
-
-    def num_bytes(self, name: str) -> int:
-        """Return the bytes of a tensor."""
-        dtype, shape = self.describe(name)
-        return torch.Size(shape).numel() * dtype.itemsize
-
-
 @final
-class SafetensorsFile(WeightFile):
-    """A safetensors file, memory-mapped."""
+class PickleFile:
+    """A file of ``torch.save``, unpickled with an allow-list, and memory-mapped if its format allows it.
 
-    def __init__(self, path: Path) -> None:
-        """Open and check the file.
-
-        Raises:
-            CheckpointError: it isn't a complete safetensors file of torch tensors.
-        """
-        self.path = path
-        self._file = MappedFile(path)
-        written_by = self._file.metadata.get("format", "pt")
-        if written_by != "pt":
-            raise CheckpointError(f"{path}: written for {written_by!r}, not for torch. Convert it first.")
-
-    def names(self) -> Iterable[str]:
-        return self._file.entries
-
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return self._file.dtype(name), self._file.shape(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._file.tensor(name)
-
-    def release(self, names: Iterable[str]) -> None:
-        self._file.release(names)
-
-    def entry(self, name: str) -> Entry | None:
-        dtype = str(self._file.dtype(name)).removeprefix("torch.")
-        return {"safetensors_file": str(self.path.absolute()), "weight_name": name, "dtype": dtype}
-
-    def position(self, name: str) -> int:
-        return int(self._file.entries[name]["data_offsets"][0])
-
-
-@final
-class PickleFile(WeightFile):
-    """A file of ``torch.save``, unpickled with an allow-list, and memory-mapped if its format allows it."""
+    It has the methods of :class:`MappedFile` that loading needs.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the names, dtypes and shapes; the values of a mapped file are read on use.
@@ -629,21 +549,45 @@ class PickleFile(WeightFile):
         self._state: dict[str, Any] = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
 
     def names(self) -> Iterable[str]:
+        """Return the names of the tensors in the file."""
         return self._state
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and the shape of a tensor, without reading it."""
         return self._state[name].dtype, tuple(self._state[name].shape)
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor, which may share the file's memory."""
         return self._state[name].detach()
 
-    def release(self, names: Iterable[str]) -> None:
-        return None
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        return self._state[name].numel() * self._state[name].element_size()
 
-    def entry(self, name: str) -> Entry | None:
-        return None
+    def position(self, name: str) -> int:
+        """Return 0, because the byte offset of a tensor in the file is unknown."""
+        return 0
+
+    def release(self, name: str) -> None:
+        """Do nothing, because the kernel frees the pages of the file when it needs memory."""
+
+    def entry(self, name: str) -> None:
+        """Return None, because no entry of an offload index can refer to this file."""
+
+
+WeightFile = MappedFile | PickleFile
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """Open a weight file."""
-    return SafetensorsFile(path) if path.suffix == _SAFE_SUFFIX else PickleFile(path)
+    """Open a weight file.
+
+    Raises:
+        CheckpointError: it is broken, contains code, or has no torch tensors by name.
+    """
+    if path.suffix != _SAFE_SUFFIX:
+        return PickleFile(path)
+    file = MappedFile(path)
+    written_by = file.metadata.get("format", "pt")
+    if written_by != "pt":
+        raise CheckpointError(f"{path}: written for {written_by!r}, not for torch. Convert it first.")
+    return file

@@ -191,9 +191,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        entry = self.index[key]
-        if entry.get("safetensors_file") is not None:
-            return self._from_safetensors(key, entry)
+        entry, mapped = self.index[key], self._mapped(key)
+        if mapped is not None:
+            return self._from_safetensors(key, entry, *mapped)
         if self.save_folder is None:
             raise CheckpointError(f"{key} is in an offload folder, and no `save_folder` was given.")
         if key not in self._paths:
@@ -201,8 +201,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         weight = load_offloaded_weight(self._paths[key], entry)
         return weight if self.device is None else weight.to(self.device)
 
-    def _from_safetensors(self, key: str, entry: Entry) -> torch.Tensor:
-        file, name = self._files[entry["safetensors_file"]], entry.get("weight_name", key)
+    def _from_safetensors(self, key: str, entry: Entry, file: MappedFile, name: str) -> torch.Tensor:
         if name not in file.entries:
             raise CheckpointError(f"{file.path} has no tensor {name!r}, where the index looks for {key!r}.")
         tensor = file.tensor(name)
@@ -210,6 +209,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if self.device is not None or dtype != tensor.dtype:
             tensor = tensor.to(device=self.device, dtype=dtype)
         return tensor
+
+    def _mapped(self, key: str) -> tuple[MappedFile, str] | None:
+        """Return the mapped safetensors file of a weight and its name in it; None for other weights."""
+        entry = self.index.get(key) if key not in self.state_dict else None
+        if entry is None or entry.get("safetensors_file") is None:
+            return None
+        return self._files[entry["safetensors_file"]], entry.get("weight_name", key)
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
@@ -236,20 +242,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return the data pointer of a weight, valid as long as this mapping; None if each use reads it anew."""
         if key in self.state_dict:
             return None if self.state_dict[key].is_meta else self.state_dict[key].data_ptr()
-        if self.index[key].get("safetensors_file") is None:
+        mapped = self._mapped(key)
+        if mapped is None:
             return None
         values = self[key]
-        in_place = self._files[self.index[key]["safetensors_file"]].holds(values)
-        return values.data_ptr() if in_place else None
+        return values.data_ptr() if mapped[0].holds(values) else None
 
     def num_bytes(self, key: str) -> int:
         """Return the bytes of a weight, without reading it."""
         if key in self.state_dict:
             return self.state_dict[key].numel() * self.state_dict[key].element_size()
-        entry = self.index[key]
-        if entry.get("safetensors_file") is not None:
-            begin, end = self._files[entry["safetensors_file"]].entries[entry.get("weight_name", key)]["data_offsets"]
-            return end - begin
+        entry, mapped = self.index[key], self._mapped(key)
+        if mapped is not None:
+            return mapped[0].num_bytes(mapped[1])
         return torch.Size(entry["shape"]).numel() * dtype_of(entry, key).itemsize
 
     @property
@@ -264,28 +269,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         needs_copy = device.type != CPU.name or any(key not in self.state_dict for key in keys)
         return needs_copy and device.type != "meta" and sum(map(self.num_bytes, keys)) >= MIN_UNIT_BYTES
 
-    def _mapped(self, key: str) -> tuple[MappedFile, str] | None:
-        """Return the mapped safetensors file of a weight and its name in it; None for other weights."""
-        entry = self.index.get(key) if key not in self.state_dict else None
-        if entry is None or entry.get("safetensors_file") is None:
-            return None
-        return self._files[entry["safetensors_file"]], entry.get("weight_name", key)
-
     def will_need(self, keys: Sequence[str]) -> bool:
         """Tell the kernel to read these weights in the background; return whether it can for all of them."""
-        mapped_files = [self._mapped(key) for key in keys if key not in self.state_dict]
-        if any(mapped is None for mapped in mapped_files):
+        unread = [key for key in keys if key not in self.state_dict]
+        mapped = [each for each in map(self._mapped, unread) if each is not None]
+        if len(mapped) < len(unread):
             return False
-        for mapped in mapped_files:
-            if mapped is not None:
-                mapped[0].will_need([mapped[1]])
+        for file, name in mapped:
+            file.will_need(name)
         return True
 
     def release(self, keys: Sequence[str]) -> None:
         """Free the memory pages of these weights if they are in mapped safetensors files."""
         for mapped in map(self._mapped, keys):
             if mapped is not None:
-                mapped[0].release([mapped[1]])
+                mapped[0].release(mapped[1])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_prefetcher": None}  # a copy records its own order of modules
@@ -335,7 +333,7 @@ class MappedFile:
         self.path: Path = Path(path)
         try:
             with open(self.path, "rb") as file:
-                self.num_bytes: int = os.fstat(file.fileno()).st_size
+                self._size: int = os.fstat(file.fileno()).st_size
                 self._start, header = self._read_header(file)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
@@ -346,10 +344,10 @@ class MappedFile:
 
     def _read_header(self, file: BinaryIO) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
-        if self.num_bytes < 8 or length > min(self.num_bytes - 8, _LARGEST_HEADER_BYTES):
+        if self._size < 8 or length > min(self._size - 8, _LARGEST_HEADER_BYTES):
             raise CheckpointError(
                 f"{self.path}: not a whole safetensors file: its header would have {length} bytes, the file has "
-                f"{self.num_bytes}"
+                f"{self._size}"
             )
         try:
             header = json.loads(file.read(length))
@@ -366,60 +364,66 @@ class MappedFile:
                 shape, dtype = entry["shape"], entry["dtype"]
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: the header entry of {name} can't be read") from error
-            if self._start + end > self.num_bytes:
+            if self._start + end > self._size:
                 raise CheckpointError(
-                    f"{self.path} is cut off: {name} ends at byte {self._start + end}, the file has {self.num_bytes}"
+                    f"{self.path} is cut off: {name} ends at byte {self._start + end}, the file has {self._size}"
                 )
             known = _DTYPES.get(dtype)
             if known is not None and end - begin != torch.Size(shape).numel() * known.itemsize:
                 raise CheckpointError(f"{self.path}: {name} has {end - begin} bytes, which isn't {dtype} of {shape}")
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, without reading it."""
-        spelled = self.entries[name]["dtype"]
-        if spelled not in _DTYPES:
-            raise CheckpointError(f"{self.path}: {name} has the dtype {spelled}, which isn't known here")
-        return _DTYPES[spelled]
+    def names(self) -> Iterable[str]:
+        """Return the names of the tensors in the file."""
+        return self.entries
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading it."""
-        return tuple(self.entries[name]["shape"])
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and the shape of a tensor, without reading it."""
+        entry = self.entries[name]
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has the dtype {entry['dtype']}, which isn't known here")
+        return _DTYPES[entry["dtype"]], tuple(entry["shape"])
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of the file."""
-        begin, end = self.entries[name]["data_offsets"]
-        dtype, shape = self.dtype(name), self.shape(name)
-        if begin == end:
+        dtype, shape = self.describe(name)
+        if not self.num_bytes(name):
             return torch.empty(shape, dtype=dtype)
-        return tensor_view(self._map, self._start + begin, dtype, shape)
+        return tensor_view(self._map, self._start + self.position(name), dtype, shape)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        begin, end = self.entries[name]["data_offsets"]
+        return end - begin
+
+    def position(self, name: str) -> int:
+        """Return the offset in bytes of a tensor from the first one."""
+        return self.entries[name]["data_offsets"][0]
+
+    def entry(self, name: str) -> Entry:
+        """Return an entry for an offload index that refers to this file."""
+        dtype = str(self.describe(name)[0]).removeprefix("torch.")
+        return {"safetensors_file": str(self.path.absolute()), "weight_name": name, "dtype": dtype}
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's values are in the mapped memory of this file."""
         begin = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        return begin <= tensor.data_ptr() < begin + self.num_bytes
+        return begin <= tensor.data_ptr() < begin + self._size
 
-    def will_need(self, names: Iterable[str]) -> None:
-        """Tell the kernel to read these tensors in the background (MADV_WILLNEED)."""
-        option = getattr(mmap, "MADV_WILLNEED", None)
-        if option is None:
-            return
-        for name in names:
-            begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
-            begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > begin:
-                self._map.madvise(option, begin, end - begin)
+    def will_need(self, name: str) -> None:
+        """Tell the kernel to read this tensor in the background (MADV_WILLNEED)."""
+        begin = self._start + self.position(name)
+        self._advise("MADV_WILLNEED", begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + self.num_bytes(name))
 
-    def release(self, names: Iterable[str]) -> None:
-        """Free the memory pages read for these tensors (MADV_DONTNEED)."""
-        option = getattr(mmap, "MADV_DONTNEED", None)
-        if option is None:  # an operating system without it
-            return
-        page = mmap.PAGESIZE
-        for name in names:
-            begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
-            begin, end = -(-begin // page) * page, end // page * page  # a page with a part of another tensor stays
-            if end > begin:
-                self._map.madvise(option, begin, end - begin)
+    def release(self, name: str) -> None:
+        """Free the memory pages read for this tensor (MADV_DONTNEED)."""
+        begin, page = self._start + self.position(name), mmap.PAGESIZE
+        end = begin + self.num_bytes(name)
+        self._advise("MADV_DONTNEED", -(-begin // page) * page, end // page * page)  # a page with another tensor stays
+
+    def _advise(self, advice: str, begin: int, end: int) -> None:
+        option = getattr(mmap, advice, None)
+        if option is not None and end > begin:  # some operating systems don't have it
+            self._map.madvise(option, begin, end - begin)
 
 
 def tensor_view(buffer: object, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

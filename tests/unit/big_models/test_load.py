@@ -223,14 +223,14 @@ def test_only_so_many_tensors_are_on_their_way(tmp_path: Path, monkeypatch: pyte
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(40)))
     path = saved(tmp_path / "model.safetensors", model)
     read, placed, most = [], [], []
-    original = sources.SafetensorsFile.tensor
+    original = sources.MappedFile.tensor
 
     def tensor(source: Any, name: str) -> torch.Tensor:
         read.append(name)
         most.append(len(read) - len(placed))
         return original(source, name)
 
-    monkeypatch.setattr(sources.SafetensorsFile, "tensor", tensor)
+    monkeypatch.setattr(sources.MappedFile, "tensor", tensor)
     empty = nn.Sequential(*(nn.Linear(2, 2, bias=False, device="meta") for _ in range(40)))
     load_checkpoint_in_model(empty, path, {"": "cpu"}, loaded=placed.append)
     assert sorted(read) == sorted(placed) == sorted(model.state_dict())

@@ -335,7 +335,7 @@ PLACES: Final[dict[str, str]] = {
     "big_models/budget.py _container_memory": "a file of the kernel",
     "big_models/budget.py _meminfo_bytes": "a file of the kernel",
     "big_models/load.py PickleFile.__init__": GIVEN,
-    "big_models/load.py SafetensorsFile.__init__": GIVEN,
+    "big_models/load.py open_weight_file": GIVEN,
     "big_models/load.py _shards": "index, through a device map",
     "big_models/sizes.py check_tied_parameters_in_config": "no file: a configuration's method of that name",
     "guests/estimate/subject.py _from_config": OWN,
