@@ -20,7 +20,7 @@ from ..devices.memory import convert_bytes
 from ..devices.table import CPU, KINDS, DeviceKind, available_kind
 from ..errors import SettingError
 from ..optional import require
-from .sizes import DISK, ByteDtype, compute_module_sizes, get_module_leaves, no_split_classes, own_parts
+from .sizes import DISK, ByteDtype, compute_module_sizes, get_module_leaves, is_inside, no_split_classes, own_parts
 
 Bytes = int | float
 DeviceKey = int | str
@@ -238,10 +238,6 @@ class Part:
         """The bytes of its largest layer, which has to be on one device as a whole when it runs."""
         return max((part.largest_layer for part in self.parts if not part.is_tensor), default=self.num_bytes)
 
-    def holds(self, name: str) -> bool:
-        """Return whether the tensor or module ``name`` is this part or is inside it."""
-        return not self.name or name == self.name or name.startswith(f"{self.name}.")
-
     def unsplit_parts(self) -> Iterable[Part]:
         """Yield the parts that are never split, in the order of definition."""
         if not self.parts:
@@ -310,9 +306,9 @@ class PlacementProblem:
         return [
             name
             for group in self.ties
-            if any(part.holds(name) for name in group)
+            if any(is_inside(name, part.name) for name in group)
             for name in group
-            if not part.holds(name)
+            if not is_inside(name, part.name)
         ]
 
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -21,9 +22,11 @@ from .sizes import (
     TiedNames,
     compute_module_sizes,
     find_tied_parameters,
+    is_inside,
     no_split_classes,
     own_parts,
     partners_in,
+    with_parents,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -148,9 +151,8 @@ def _all_parts(module: nn.Module | torch.Tensor) -> Iterable[tuple[str, nn.Modul
 
 def clean_device_map(device_map: Map, module_name: str = "") -> Map:
     """Merge, in place, the entries below a module into one if they all name the same device; return the map."""
-    prefix = f"{module_name}." if module_name else ""
-    below = {name: device for name, device in device_map.items() if name.startswith(prefix) or name == module_name}
-    merged = _merged(below, len(prefix.split(".")) - 1 if prefix else 0, module_name)
+    below = {name: device for name, device in device_map.items() if is_inside(name, module_name)}
+    merged = _merged(below, len(with_parents(module_name)) - 1, module_name)
     if len(merged) < len(below):
         items = list(device_map.items())
         device_map.clear()
@@ -185,11 +187,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
         SettingError: the map leaves out tensors; the message names them.
     """
     tensors = list(model.state_dict().keys())
-    known = {"", *tensors}
-    for name in tensors:
-        while name:
-            name = name.rpartition(".")[0]
-            known.add(name)
+    known = {"", *chain.from_iterable(map(with_parents, tensors))}
     known.update(name for name, _ in model.named_modules())
     known.update(name for name, _ in model.named_buffers())
     unknown = [name for name in device_map if name not in known]
@@ -199,21 +197,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
             UserWarning,
             stacklevel=2,
         )
-    uncovered = [name for name in tensors if not _is_covered(name, device_map)]
+    uncovered = [name for name in tensors if not any(each in device_map for each in with_parents(name))]
     if uncovered:
         shown = ", ".join(uncovered[:10]) + (", ..." if len(uncovered) > 10 else "")
         raise SettingError(
             f"The device map gives no device to {len(uncovered)} tensors of {type(model).__name__}: {shown}. Name "
             "them, or a module that holds them."
         )
-
-
-def _is_covered(name: str, device_map: Mapping[str, object]) -> bool:
-    while name:
-        if name in device_map:
-            return True
-        name = name.rpartition(".")[0]
-    return "" in device_map
 
 
 # --------------------------------------------------------------------------------------------------
@@ -431,7 +421,7 @@ def _pieces(problem: PlacementProblem) -> list[_Piece]:
         return index
 
     for group in problem.ties:
-        inside = [index for index, atom in enumerate(atoms) if any(atom.holds(name) for name in group)]
+        inside = [index for index, atom in enumerate(atoms) if any(is_inside(name, atom.name) for name in group)]
         for index in inside[1:]:
             first, second = sorted((find(inside[0]), find(index)))
             leader[second] = first

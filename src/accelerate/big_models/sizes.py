@@ -68,10 +68,8 @@ def compute_module_sizes(
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors:
         size = _tensor_bytes(tensor, special.get(name), wanted)
-        sizes[""] += size
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            sizes[".".join(parts[:depth])] += size
+        for each in reversed(with_parents(name)):
+            sizes[each] += size
     return sizes
 
 
@@ -183,11 +181,20 @@ def check_tied_parameters_in_config(model: object) -> bool:
     return ties_embeddings or ties_coders or ties_itself
 
 
+def with_parents(name: str) -> list[str]:
+    """Return a dotted name and the names of all modules around it, innermost first; the whole model is ``""``."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def is_inside(name: str, module_name: str) -> bool:
+    """Return whether ``name`` is that of the module or of a part of it; the whole model is ``""``."""
+    return not module_name or name == module_name or name.startswith(f"{module_name}.")
+
+
 def device_of(name: str, device_map: Mapping[str, object]) -> Any:
     """Return the device of a tensor or module in the map, by its longest prefix; None if there is none."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
+    return next((device_map[each] for each in with_parents(name) if each in device_map), None)
 
 
 def check_tied_parameters_on_same_device(tied_params: TiedNames, device_map: Mapping[str, object]) -> None:
@@ -239,11 +246,7 @@ def get_module_size_with_ties(
 def partners_in(tied_params: Iterable[str], pending: Sequence[tuple[str, object]]) -> list[int]:
     """Return the indices of the pending parts that are, or contain, one of the names, in order."""
     wanted = list(tied_params)
-    return [
-        index
-        for index, (name, _item) in enumerate(pending)
-        if any(each == name or each.startswith(f"{name}.") for each in wanted)
-    ]
+    return [index for index, (name, _item) in enumerate(pending) if any(is_inside(each, name) for each in wanted)]
 
 
 # --------------------------------------------------------------------------------------------------
