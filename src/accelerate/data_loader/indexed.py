@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast, final
 
 from torch.utils.data import DataLoader
@@ -33,14 +33,12 @@ class RecordingSampler:
         self.draw: Callable[[], Iterator[BatchInfo]] = _nothing
         self.key: Callable[[BatchInfo], Any] | None = None  # wraps the indices to be read
         self.batch_infos: deque[BatchInfo] = deque()
-        self._running: Iterator[BatchInfo] = iter(())
 
     def __iter__(self) -> Iterator[object]:
         # A new queue for every pass: workers may still have batches of an abandoned pass.
         batch_infos, key = deque[BatchInfo](), self.key
         self.batch_infos = batch_infos
-        draws = self._running = self.draw()
-        for batch_info in draws:
+        for batch_info in self.draw():
             batch_infos.append(batch_info)
             yield batch_info.indices if key is None else key(batch_info)
 
@@ -51,8 +49,6 @@ class RecordingSampler:
         """
         if self.draw == draw:
             self.draw, self.key = _nothing, None
-            if isinstance(self._running, Generator):
-                self._running.close()
 
 
 def _nothing() -> Iterator[BatchInfo]:
@@ -194,7 +190,10 @@ class IndexReader:
     # -- indices ---------------------------------------------------------------------------------------
 
     def draw(self) -> Iterator[BatchInfo]:
-        """Yield the batch info of every batch; a resumed pass has the order of the saved pass."""
+        """Return an iterator over the batch infos, without references to the loader.
+
+        A resumed pass has the order of the saved pass.
+        """
         loader, saved, progress = self.loader, self.plan.saved, self.loader.progress
         self._leave_workers_stream()
         order = loader.order()
@@ -214,10 +213,8 @@ class IndexReader:
         progress.order_state, progress.position = order_state, position
         with begins:
             draws = self._assign(position)
-            first = next(draws, None)
-        if first is not None:
-            yield first
-            yield from draws
+            first = list(islice(draws, 1))
+        return chain(first, draws)
 
     def _assign(self, position: ResumePosition) -> Iterator[BatchInfo]:
         loader, root = self.loader, self.root
@@ -240,15 +237,17 @@ class IndexReader:
                 ResumeWarning,
                 stacklevel=2,
             )
-        return self._keep_first(draws) if position == BEGINNING and self.plan.num_first_batches else draws
+        if position != BEGINNING or not self.plan.num_first_batches:
+            return draws
+        first = self._first = list[Any]()
+        return chain(_noted(islice(draws, self.plan.num_first_batches), first), draws)
 
-    def _keep_first(self, draws: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
-        first: list[Any] = []
-        self._first = first
-        for batch_info in islice(draws, self.plan.num_first_batches):
-            first.append(batch_info.indices)
-            yield batch_info
-        yield from draws
+
+def _noted(batch_infos: Iterator[BatchInfo], indices: list[Any]) -> Iterator[BatchInfo]:
+    """Yield ``batch_infos``, and append their indices to ``indices``."""
+    for batch_info in batch_infos:
+        indices.append(batch_info.indices)
+        yield batch_info
 
 
 def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:

@@ -489,13 +489,13 @@ def _batches_of_known_order(
         order = replace(order, length=order.length - order.length % size)
     per_chunk = size * max(NUM_AHEAD // size, 1)
 
-    def batches() -> Iterator[Sequence[object]]:
+    def chunks() -> Iterator[Sequence[Sequence[object]]]:
         for start in range(position.samples, order.length, per_chunk):
-            yield from order.in_batches(start, start + per_chunk, size)
+            yield order.in_batches(start, start + per_chunk, size)
         order.finish()
 
     return RemainingBatches(
-        batches(),
+        chain.from_iterable(chunks()),
         lambda: order.in_batches(0, num_first * size, size),
         position,
         order_fingerprint(before),

@@ -69,7 +69,8 @@ def draw_unsharded(
         if coverage_of is not None:
             size = num_samples_of(batch)
             coverage = coverage_of(samples // count, size)
-        elif size != (size := num_samples_of(batch)):  # batches nearly always have the same size
+        # Batches nearly always are lists of the same size.
+        elif size != (size := len(batch) if type(batch) is list else num_samples_of(batch)):
             coverage = full_coverage(size, count)
         steps += 1
         batches += 1
