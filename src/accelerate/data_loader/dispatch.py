@@ -29,7 +29,7 @@ from .loader import PreparedLoader
 from .random_streams import Moves, SharedDraws
 from .reading import Delivery, Reader, ReadPlan
 from .resume import SavedPosition
-from .sampling import BatchCoverage, BatchInfo, ResumePosition, unskipped
+from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, unskipped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +127,8 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return the plan of rank 0's pass; a stream's positions are counted in its own batches."""
         plan = super().plan(saved)
         if isinstance(self.dataset, IterableDataset):
-            plan = replace(plan, saved=_as_read_by_one(saved), num_skipped=plan.num_skipped * self.batches_per_step)
+            saved = None if saved is None else replace(saved, position=_as_read_by_one(saved.position), dp_size=1)
+            plan = replace(plan, saved=saved, num_skipped=plan.num_skipped * self.batches_per_step)
         return replace(plan, num_first_batches=self.batches_per_step, is_only_reader=True)
 
     def agreeing_world(self, order: object) -> None:
@@ -146,13 +147,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def _own_index(self) -> int:
         return self.dp_rank().index
 
-    def start_position(self, root: object, skipped: int, saved: SavedPosition | None) -> ResumePosition:
+    def start_position(self, skipped: int, saved: SavedPosition | None) -> ResumePosition:
         """Return the start position of rank 0's pass, counted in its own batches."""
         if skipped:
-            num_batches = skipped * self.batches_per_step
-            return ResumePosition(num_batches, num_batches, num_batches * self.samples_per_batch)
-        position = ResumePosition() if saved is None else saved.position
-        return ResumePosition(position.batches, position.batches, position.samples)
+            return _as_read_by_one(self._position_after(skipped * self.batches_per_step))
+        return BEGINNING if saved is None else _as_read_by_one(saved.position)
 
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         world = self._world()
@@ -213,12 +212,9 @@ def _raise(failure: str, global_batches: GlobalBatches | None) -> None:
     raise WorldError(f"Rank 0, which reads the data for all ranks, failed: {failure}")
 
 
-def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
+def _as_read_by_one(position: ResumePosition) -> ResumePosition:
     """Return the position as rank 0 counts it, one batch of the loader per step."""
-    if saved is None:
-        return None
-    position = saved.position
-    return replace(saved, position=ResumePosition(position.batches, position.batches, position.samples), dp_size=1)
+    return replace(position, steps=position.batches)
 
 
 def _broadcast(batches: list[object], structures: list[object], device: torch.device, world: World) -> list[object]:

@@ -209,7 +209,7 @@ class IndexReader:
                 order.note_agreement()
                 if not world.is_main:
                     begins = order.starting_as_on_main(order_state, mine)
-        position = loader.start_position(self.root, self.plan.num_skipped, saved)
+        position = loader.start_position(self.plan.num_skipped, saved)
         progress.order_state, progress.position = order_state, position
         with begins:
             draws = self._assign(position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -270,22 +271,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return None
         return self._world()
 
-    def start_position(self, root: Iterable[object], skipped: int, saved: SavedPosition | None) -> ResumePosition:
+    def start_position(self, skipped: int, saved: SavedPosition | None) -> ResumePosition:
         """Return the start position of the pass; batches skipped by the user count from the epoch's beginning."""
         if skipped:
-            num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
-            is_planned = self.planned_batches is not None
-            num_samples = UNKNOWN if is_planned else skipped * self._global_batch_size(root)
-            return ResumePosition(skipped, num_batches, num_samples)
-        if saved is None:
-            return BEGINNING
-        return saved.position_for(self.dp_size(), self._global_batch_size(root))
-
-    def _global_batch_size(self, root: Iterable[object]) -> int:
-        if self.planned_batches is not None:
-            return self.total_batch_size
-        size = getattr(root, "batch_size", None) or 1
-        return size * (root.batches_per_step if isinstance(root, BatchSamplerShard) else self.presharded_size)
+            position = self._position_after(skipped)
+            return position if self.planned_batches is None else replace(position, samples=UNKNOWN)
+        return BEGINNING if saved is None else saved.position_for(self.dp_size(), self.total_batch_size)
 
     # -- iterable datasets -----------------------------------------------------------------------------
 
@@ -355,10 +346,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def dp_size(self) -> int:
         """Return the number of ranks that divide a global batch."""
-        root, _ = unskipped(self.index_sampler)
-        if isinstance(root, BatchSamplerShard):
-            return root.num_processes
-        return getattr(self.dataset, "num_processes", self.presharded_size)
+        shard = self.shard
+        return self.presharded_size if shard is None else shard.num_processes
 
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`position_state`; with torchdata, the state with the keys of torchdata's loader."""
@@ -408,8 +397,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             if progress.saved is not None:
                 own = progress.saved.own
             return dict(own.get("loader") or torchdatas_form(self._base, self.num_workers))
-        batch_info, (root, _) = progress.batch_info, unskipped(self.index_sampler)
-        whole = None if isinstance(root, BatchSamplerShard) or self.presharded_size > 1 else root
+        batch_info = progress.batch_info
+        whole = self._own_sampler() if self.shard is None and self.presharded_size == 1 else None
         num_batches = 0 if batch_info is None else self._num_read(batch_info)
         return torchdatas_form(self._base, self.num_workers, batch_info, num_batches, whole, progress.order_state)
 
@@ -419,8 +408,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def _position_after(self, num_batches: int) -> ResumePosition:
         """Return the position after ``num_batches`` batches of this rank's reader."""
-        root, _ = unskipped(self.index_sampler)
-        batches_per_step = root.batches_per_step if isinstance(root, BatchSamplerShard) else 1
+        shard = self.shard
+        batches_per_step = shard.batches_per_step if isinstance(shard, BatchSamplerShard) else 1
         return ResumePosition(num_batches, num_batches * batches_per_step, num_batches * self.total_batch_size)
 
     def _from_torchdata(self, state: Mapping[str, Any]) -> PositionState:
@@ -511,29 +500,34 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return coverage.valid[index], coverage.size[index]
 
     def _own_index(self) -> int:
+        shard = self.shard
+        return self.presharded_rank if shard is None else shard.process_index
+
+    @property
+    def shard(self) -> BatchSamplerShard | IterableDatasetShard | None:
+        """The batch sampler or dataset that shards the data over the ranks; None if the data isn't sharded here."""
         root, _ = unskipped(self.index_sampler)
-        shard = root if isinstance(root, BatchSamplerShard) else self.dataset
-        own = shard.process_index if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) else None
-        return self.presharded_rank if own is None else own
+        if isinstance(root, BatchSamplerShard):
+            return root
+        return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
     @property
     def planned_batches(self) -> PositionedBatchSampler | None:
         """The sampler that plans batches of different sizes, if there is one."""
+        sampler = self._own_sampler()
+        return sampler if isinstance(sampler, PositionedBatchSampler) else None
+
+    def _own_sampler(self) -> Any:
+        """Return the user's own batch sampler or sampler, without skipped batches and shards."""
         root, _ = unskipped(self.index_sampler)
-        inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
-        return inner if isinstance(inner, PositionedBatchSampler) else None
+        return root.batch_sampler if isinstance(root, BatchSamplerShard) else root
 
     @property
     def total_batch_size(self) -> int:
         """The number of samples per step over all ranks; the average, if planned batches differ."""
-        root, _ = unskipped(self.index_sampler)
-        if isinstance(root, BatchSamplerShard):
-            planned = self.planned_batches
-            size = root.batch_size if planned is None else planned.mean_batch_size
-            return (size or 1) * root.batches_per_step
-        if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.global_batch_size
-        return (getattr(root, "batch_size", None) or self.batch_size or 1) * self.presharded_size
+        if self.shard is not None:
+            return self.shard.global_batch_size
+        return (getattr(self._own_sampler(), "batch_size", None) or self.batch_size or 1) * self.presharded_size
 
     @property
     def total_dataset_length(self) -> int:
@@ -562,10 +556,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def set_sampler(self, sampler: Iterable[object]) -> None:
         """Draw the samples from ``sampler`` from now on."""
-        root, _ = unskipped(self.index_sampler)
         if self.batch_sampler is not None:
-            inner: Any = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
-            inner.sampler = sampler
+            self._own_sampler().sampler = sampler
         self.show(sampler=sampler)
 
     def copy_with(self, **attributes: object) -> PreparedLoader:

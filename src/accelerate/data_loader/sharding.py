@@ -28,6 +28,7 @@ from .sampling import (
     BatchInfo,
     KnownOrder,
     OverBatchSampler,
+    PositionedBatchSampler,
     RemainingBatches,
     ResumePosition,
     batches_from,
@@ -118,6 +119,13 @@ class BatchSamplerShard(OverBatchSampler):
     def batches_per_step(self) -> int:
         """The number of the batch sampler's batches that all processes use in one step."""
         return 1 if self.split_batches else self.num_processes
+
+    @property
+    def global_batch_size(self) -> int:
+        """The number of samples that all processes use in one step; the average, if planned batches differ."""
+        inner = self.batch_sampler
+        size = inner.mean_batch_size if isinstance(inner, PositionedBatchSampler) else self.batch_size
+        return (size or 1) * self.batches_per_step
 
     @property
     def rows_of_processes(self) -> tuple[int, ...]:
