@@ -19,7 +19,7 @@ from ..optional import require
 from ..torch_private.modules import has_running_iterator
 from ..training.accumulation import GradientState
 from .iterable import loader_like
-from .sampling import BatchCoverage, BatchInfo, OrderState, ResumePosition
+from .sampling import BatchCoverage, BatchInfo, OrderState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -315,25 +315,6 @@ def generator_in(state: Mapping[str, object]) -> torch.Tensor | None:
     found = _main_of(state).get("_sampler_iter_state") or {}
     found = found.get("sampler_iter_state", found)
     return found.get("generator") if isinstance(found, Mapping) else None
-
-
-def own_form(
-    state: Mapping[str, object], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, object]
-) -> PositionState:
-    """Convert a position of torchdata's loader to a prepared loader's format."""
-    generator = generator_in(state)
-    return {
-        "epoch": epoch,
-        "rounds": position.steps,
-        "groups": position.batches,
-        "samples": position.samples,
-        "shares": dp_size,
-        "order": {} if generator is None else {"generator": generator},
-        "witnesses": [],
-        "dataset": None,
-        "own": own,
-        "_iterator_finished": bool(state.get("_iterator_finished", False)),
-    }
 
 
 def torchdatas_form(

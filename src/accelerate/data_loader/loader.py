@@ -23,7 +23,6 @@ from .adapter import (
     generator_in,
     is_torchdatas,
     num_batches_in,
-    own_form,
     position_in,
     torchdatas_form,
     torchdatas_part,
@@ -427,8 +426,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 ResumeWarning,
                 stacklevel=4,
             )
-        position = self._position_after(num_batches_in(state))
-        return own_form(state, position, self.dp_size(), self.progress.epoch, own)
+        position, generator = self._position_after(num_batches_in(state)), generator_in(state)
+        order: OrderState = {} if generator is None else {"generator": generator}
+        is_finished = bool(state.get("_iterator_finished", False))
+        return SavedPosition(
+            self.progress.epoch, position, self.dp_size(), order, own=own, is_finished=is_finished
+        ).state()
 
     def _ready_stream(self) -> OrderState:
         """Return the state that determines the iterable dataset's next pass, between two passes."""

@@ -57,6 +57,21 @@ class SavedPosition:
         steps = self.position.samples // max(global_batch_size, 1)
         return ResumePosition(steps, self.position.batches, self.position.samples)
 
+    def state(self) -> PositionState:
+        """Return the position as JSON values and tensors."""
+        return {
+            "epoch": self.epoch,
+            "rounds": self.position.steps,
+            "groups": self.position.batches,
+            "samples": self.position.samples,
+            "shares": self.dp_size,
+            "order": self.order.copy(),
+            "witnesses": self.fingerprint,
+            "dataset": self.dataset,
+            "own": dict(self.own),
+            "_iterator_finished": self.is_finished,
+        }
+
 
 @final
 class PassStart(NamedTuple):
@@ -132,25 +147,23 @@ class Progress:
     def state(self, dp_size: int, ready: OrderState) -> PositionState:
         """Return the position as JSON values and tensors; between epochs, ``ready`` is the sampler's state."""
         batch_info, saved = self.batch_info, self.saved
-        if saved is not None:
-            return _state_of(saved)
-        if batch_info is not None:
+        if saved is None and batch_info is not None:
             own = dict(batch_info.own or self.own)
-            return _state_of(
-                SavedPosition(
-                    self.epoch,
-                    ResumePosition(batch_info.steps, batch_info.batches, batch_info.samples),
-                    dp_size,
-                    self.order_state or {},
-                    order_fingerprint(batch_info.last_batch),
-                    own.pop("dataset", None),
-                    own,
-                    batch_info.is_last,
-                )
+            saved = SavedPosition(
+                self.epoch,
+                ResumePosition(batch_info.steps, batch_info.batches, batch_info.samples),
+                dp_size,
+                self.order_state or {},
+                order_fingerprint(batch_info.last_batch),
+                own.pop("dataset", None),
+                own,
+                batch_info.is_last,
             )
-        inside = self.position != BEGINNING
-        order = (self.order_state or {}) if inside else ready
-        return _state_of(SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside))
+        elif saved is None:
+            inside = self.position != BEGINNING
+            order = (self.order_state or {}) if inside else ready
+            saved = SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside)
+        return saved.state()
 
     def load(self, state: Mapping[str, Any]) -> OrderState | None:
         """Resume from ``state`` in the next pass; return the sampler's state if ``state`` is between two epochs."""
@@ -178,22 +191,6 @@ class Progress:
             return saved.order
         self.saved = saved
         return None
-
-
-def _state_of(saved: SavedPosition) -> PositionState:
-    position = saved.position
-    return {
-        "epoch": saved.epoch,
-        "rounds": position.steps,
-        "groups": position.batches,
-        "samples": position.samples,
-        "shares": saved.dp_size,
-        "order": saved.order.copy(),
-        "witnesses": saved.fingerprint,
-        "dataset": saved.dataset,
-        "own": dict(saved.own),
-        "_iterator_finished": saved.is_finished,
-    }
 
 
 # --------------------------------------------------------------------------------------------------
