@@ -22,7 +22,7 @@ from ..errors import PreparationError, ResumeWarning
 from ..nested import ignorant_find_batch_size
 from .reading import ReadPlan
 from .resume import SavedPosition
-from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, samplers_of
+from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, has_state, samplers_of
 from .sharding import (
     CollateWithCoverage,
     CoverageFunction,
@@ -141,8 +141,7 @@ class StreamSource:
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset can save and load its position."""
-        base = self.base
-        return callable(getattr(base, "state_dict", None)) and callable(getattr(base, "load_state_dict", None))
+        return has_state(self.base)
 
     def coverage_of(self, batch: object) -> BatchCoverage | None:
         """Return the coverage of a batch without padding; None if other ranks' batches are unknown."""

@@ -29,7 +29,7 @@ from .iterable import (
 from .loader import DataLoaderShard, PreparedLoader
 from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
-from .sharding import BatchSamplerShard, IterableDatasetShard
+from .sharding import BatchSamplerShard, IterableDatasetShard, check_split
 from .token_batches import LengthOf, TokenBatchSampler, with_token_budget
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def prepare_data_loader(
     if dispatch_batches is None:
         dispatch_batches = put_on_device and is_stream and not already_sharded
     _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
-    _check_split(dataloader, split_batches, dp_rank.count)
+    if split_batches:
+        _check_split(dataloader, dp_rank.count)
     common: PreparedArguments = {
         "rng_types": rng_types,
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -258,22 +259,12 @@ def _check_reader(dispatch_batches: bool, put_on_device: bool, is_divided: bool)
         )
 
 
-def _check_split(dataloader: DataLoader[object], split_batches: bool, count: int) -> None:
-    if not split_batches:
-        return
+def _check_split(dataloader: DataLoader[object], count: int) -> None:
     size = dataloader.batch_size
     if size is None:
         size = getattr(_index_sampler(dataloader), "batch_size", None)
-    if size is None:
-        raise PreparationError(
-            "split_batches=True cuts each batch into equal parts, but neither the loader nor its batch sampler has a "
-            "batch_size. Give the batch sampler one, or use split_batches=False."
-        )
-    if size > 1 and size % count != 0:
-        raise PreparationError(
-            f"split_batches=True cuts each batch into {count} equal parts (one per process), but the batch size is "
-            f"{size}. Use a multiple of {count}, or split_batches=False, where each process gets whole batches."
-        )
+    if size != 1:
+        check_split(size, count)
 
 
 def _check_planned(root: object, split_batches: bool, dispatch_batches: bool, is_presharded: bool) -> None:

@@ -559,7 +559,7 @@ class Order:
             (sampler for sampler in samplers if isinstance(sampler, PositionedBatchSampler)), None
         )
         foreign = [sampler for sampler in samplers if not isinstance(sampler, (PositionedBatchSampler, *ours))]
-        self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
+        self.stateful: Any = next((sampler for sampler in foreign if has_state(sampler)), None)
         self.streams: tuple[str, ...] = _streams_of(foreign)
         self._torch_samplers: list[Any] = [
             sampler
@@ -650,8 +650,9 @@ def _consume(sampler: Iterable[object]) -> None:
         next(iter(sampler), None)
 
 
-def _has_state(sampler: object) -> bool:
-    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+def has_state(value: object) -> bool:
+    """Return whether a sampler or a dataset can save and load a state of its own."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _streams_of(samplers: Sequence[object]) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from .sampling import (
     ResumePosition,
     batches_from,
     full_coverage,
+    has_state,
     num_samples_of,
 )
 
@@ -40,6 +41,25 @@ _END: Final = object()
 
 #: Maps the number of samples each rank has drawn before, and the size of the batch, to the batch's coverage.
 CoverageFunction = Callable[[int, int], BatchCoverage | None]
+
+
+def check_split(batch_size: int | None, num_parts: int) -> None:
+    """Raise unless batches can be split into equal parts.
+
+    Raises:
+        PreparationError: their size is unknown, or no multiple of the number of parts.
+    """
+    if batch_size is None:
+        raise PreparationError(
+            "split_batches=True cuts each batch into equal parts, but neither the loader nor its batch sampler has a "
+            "batch_size. Give the batch sampler one, or use split_batches=False."
+        )
+    if batch_size % num_parts:
+        raise PreparationError(
+            f"split_batches=True cuts each batch into {num_parts} equal parts (one per process), but the batch size is "
+            f"{batch_size}. Use a multiple of {num_parts}, or split_batches=False, where each process gets whole "
+            "batches."
+        )
 
 
 def mark_last(batch_infos: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
@@ -100,14 +120,9 @@ class BatchSamplerShard(OverBatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        size = getattr(batch_sampler, "batch_size", None)
-        if split_batches and (size is None or size % num_processes != 0):
-            known = "has no batch_size" if size is None else f"has batches of {size}"
-            raise PreparationError(
-                f"split_batches=True cuts each batch into {num_processes} equal parts (one per process), but the "
-                f"batch sampler {known}. Use batches of a multiple of {num_processes}, or split_batches=False."
-            )
         super().__init__(batch_sampler)
+        if split_batches:
+            check_split(self.batch_size, num_processes)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
@@ -384,11 +399,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size % num_processes != 0:
-            raise PreparationError(
-                f"split_batches=True cuts each batch of {batch_size} into {num_processes} equal parts (one per "
-                f"process). Use a batch size that is a multiple of {num_processes}, or split_batches=False."
-            )
+        if split_batches:
+            check_split(batch_size, num_processes)
         self.dataset: Any = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -557,16 +569,11 @@ def _search(value: object, path: str, depth: int, seen: set[int]) -> Iterator[st
         if id(value) not in seen:
             yield path
         return
-    if depth == 0 or id(value) in seen or _keeps_state(value):
+    if depth == 0 or id(value) in seen or has_state(value):
         return
     seen.add(id(value))
     for name, item in _members(value):
         yield from _search(item, f"{path}{name}", depth - 1, seen)
-
-
-def _keeps_state(value: object) -> bool:
-    """Return whether the object has its own state dict, which includes generators."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _members(value: object) -> list[tuple[str, object]]:
