@@ -266,20 +266,21 @@ def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[obje
     """
     edges = [size * number // num_parts for number in range(num_parts + 1)]
     for start, stop in pairwise(edges):
-        yield (batch if num_parts == 1 else _rows_of(batch, size, slice(start, stop))), stop - start
+        yield (batch if num_parts == 1 else rows_of(batch, size, slice(start, stop))), stop - start
 
 
-def _rows_of(data: object, size: int, rows: slice) -> object:
+def rows_of(data: object, size: int, rows: slice) -> Any:
+    """Return ``rows`` of the tensors, and lists of plain items, that have ``size`` entries; keep other objects."""
     if isinstance(data, torch.Tensor):
         return data[rows] if data.ndim and data.shape[0] == size else data
     if isinstance(data, (list, tuple)):
         items = cast("Sequence[object]", data)
         if len(items) == size and not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in items):
             return items[rows]
-        return honor_type(data, (_rows_of(item, size, rows) for item in items))
+        return honor_type(data, (rows_of(item, size, rows) for item in items))
     if isinstance(data, Mapping):
         mapping = cast("Mapping[object, object]", data)
-        cut = {key: _rows_of(value, size, rows) for key, value in mapping.items()}
+        cut = {key: rows_of(value, size, rows) for key, value in mapping.items()}
         return rebuild_mapping(mapping, cut)
     return data
 

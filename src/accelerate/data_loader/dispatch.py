@@ -22,7 +22,10 @@ from ..nested import (
     honor_type,
     ignorant_find_batch_size,
     initialize_tensors,
+    named_tensors,
+    rebuild_mapping,
     recursively_apply,
+    rows_of,
     send_to_device,
 )
 from .loader import PreparedLoader
@@ -203,7 +206,7 @@ class DataLoaderDispatcher(PreparedLoader):
         cut = slice(dp_rank.index * size, (dp_rank.index + 1) * size)
         if self.slice_fn is not None:
             return self.slice_fn(batches[0], cut, process_index=dp_rank.index, num_processes=dp_rank.count)
-        return _cut(batches[0], cut, sum(coverage.size))
+        return rows_of(batches[0], sum(coverage.size), cut)
 
 
 def _raise(failure: str, global_batches: GlobalBatches | None) -> None:
@@ -241,25 +244,19 @@ def _form(batch: object) -> tuple[str, list[object]] | None:
         return None
 
     structure = recursively_apply(note, batch, test_type=lambda leaf: True)
-    sizes = {leaf.shape[0] for leaf in _tensors(batch) if leaf.ndim}
+    sizes = {leaf.shape[0] for _, leaf in named_tensors(batch) if leaf.ndim}
     return None if None in leaves or len(sizes) != 1 else (repr(structure), leaves)
-
-
-def _tensors(batch: object) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    recursively_apply(found.append, batch)
-    return found
 
 
 def _cut_joined(batches: list[object], num_rows: int) -> object:
     """Return the first ``num_rows`` rows of those ``batches`` that have the first one's inner shapes."""
     fitting = [batch for batch in batches if _inner_shapes(batch) == _inner_shapes(batches[0])]
     whole = _joined(fitting)
-    return _cut(whole, slice(0, num_rows), _num_rows(whole) or 0)
+    return rows_of(whole, _num_rows(whole) or 0, slice(0, num_rows))
 
 
 def _inner_shapes(batch: object) -> list[torch.Size]:
-    return [tensor.shape[1:] for tensor in _tensors(batch)]
+    return [tensor.shape[1:] for _, tensor in named_tensors(batch)]
 
 
 def _num_rows(batch: object) -> int | None:
@@ -273,23 +270,6 @@ def _num_rows(batch: object) -> int | None:
     return len(cast("list[Any]", batch)) if isinstance(batch, list) else None
 
 
-def _cut(data: object, cut: slice, num_rows: int) -> object:
-    """Slice tensors, and lists with one plain item per sample, along the samples."""
-    if isinstance(data, torch.Tensor):
-        return data[cut] if data.ndim and data.shape[0] == num_rows else data
-    if isinstance(data, Mapping):
-        mapping = cast("Mapping[Any, Any]", data)
-        items = {key: _cut(item, cut, num_rows) for key, item in mapping.items()}
-        return type(mapping)(items)  # pyright: ignore[reportCallIssue]
-    if isinstance(data, (list, tuple)):
-        items = cast("list[Any]", data)
-        is_plain = not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in items)
-        if is_plain and len(items) == num_rows:
-            return items[cut]
-        return honor_type(items, (_cut(item, cut, num_rows) for item in items))
-    return data
-
-
 def _joined(pieces: list[Any]) -> object:
     """Concatenate the tensors and plain lists of batches with the same structure."""
     first = pieces[0]
@@ -297,8 +277,7 @@ def _joined(pieces: list[Any]) -> object:
         return torch.cat(pieces) if first.ndim else first
     if isinstance(first, Mapping):
         mapping = cast("Mapping[Any, Any]", first)
-        items = {key: _joined([piece[key] for piece in pieces]) for key in mapping}
-        return type(mapping)(items)  # pyright: ignore[reportCallIssue]
+        return rebuild_mapping(mapping, {key: _joined([piece[key] for piece in pieces]) for key in mapping})
     if isinstance(first, (list, tuple)):
         if not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in first):
             return honor_type(first, chain.from_iterable(pieces))
@@ -399,18 +378,18 @@ class GlobalBatches:
         missing = size * count - num_rows
         # Keep nothing that can be read again: a slice keeps the memory of the whole batch until the epoch ends.
         if not self._first and (missing or not self._reads_again):
-            self._first = [_cut(whole, slice(0, count), num_rows)]
+            self._first = [rows_of(whole, num_rows, slice(0, count))]
         if missing:
             if self._reads_again and (first_batches := self.reader.first_batches(sys.maxsize, count)):
                 self._first = [_cut_joined(first_batches, count)]
             first = self._first[0]
             if _inner_shapes(first) != _inner_shapes(whole):  # inner shapes differ: only its own rows fit
-                first = _cut(whole, slice(0, count), num_rows)
+                first = rows_of(whole, num_rows, slice(0, count))
             num_first = min(_num_rows(first) or 1, count)
             pieces = [whole]
             while missing:
                 added = min(missing, num_first)
-                pieces.append(_cut(first, slice(0, added), num_first))
+                pieces.append(rows_of(first, num_first, slice(0, added)))
                 missing -= added
             whole = _joined(pieces)
         valid = tuple(min(max(num_rows - rank * size, 0), size) for rank in range(count))
