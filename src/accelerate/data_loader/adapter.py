@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 
 # The attributes that torch lets a user change after a loader's construction.
-_SETTABLE = (
+SETTABLE = (
     "num_workers",
     "pin_memory",
     "timeout",
@@ -167,13 +167,13 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Return a torch loader over ``dataset`` with this loader's settings; persistent workers reuse the last one."""
         kept = self._base
         if kept is not None and self._keeps_torch_loader:
-            for name in _SETTABLE:
+            for name in SETTABLE:
                 value = getattr(self, name, None)
                 if getattr(kept, name, None) is not value:
                     setattr(kept, name, value)
             kept.collate_fn = collate
             return kept
-        settings = {name: getattr(self, name) for name in _SETTABLE if name in self.__dict__}
+        settings = {name: getattr(self, name) for name in SETTABLE if name in self.__dict__}
         settings.update(multiprocessing_context=self.multiprocessing_context, collate_fn=collate)
         if self.own_loader is not None:
             self._base = loader_like(self.own_loader, dataset, {**settings, **sampling})

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
@@ -16,7 +16,7 @@ from ..distributed.world import current_world
 from ..errors import PreparationError, SettingError
 from ..torch_private.modules import requested_num_samples
 from ..training.accumulation import GradientState
-from .adapter import SequenceShardLoader
+from .adapter import SETTABLE, SequenceShardLoader
 from .dispatch import DataLoaderDispatcher
 from .iterable import (
     AlreadyShardedWarning,
@@ -36,45 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class TorchArguments(TypedDict, total=False):
-    """The arguments of torch's loader, without those in :class:`Sampling`."""
+#: The arguments of a loader by name.
+Arguments = dict[str, Any]
 
-    num_workers: int
-    collate_fn: Callable[..., object]
-    pin_memory: bool
-    timeout: float
-    worker_init_fn: Callable[[int], None]
-    multiprocessing_context: object
-    generator: torch.Generator
-    prefetch_factor: int
-    persistent_workers: bool
-    pin_memory_device: str
-    in_order: bool
-
-
-class PreparedArguments(TorchArguments, total=False):
-    """The arguments of a prepared loader, without those in :class:`Sampling`."""
-
-    rng_types: Sequence[object] | None
-    use_stateful_dataloader: bool
-    _drop_last: bool
-    _non_blocking: bool
-    torch_device_mesh: DeviceMesh | None
-    gradient_state: GradientState
-    device: torch.device | None
-    prefetch_to_device: int
-    sample_seed: SampleSeed
-    reseed_workers: bool
-
-
-class Sampling(TypedDict, total=False):
-    """The arguments of a loader that choose its samples."""
-
-    batch_size: int | None
-    drop_last: bool
-    sampler: Iterable[object]
-    batch_sampler: Iterable[object]
-
+#: The arguments of torch's loader that a prepared loader keeps: all but those that choose its samples.
+_KEPT: Final = (*SETTABLE, "collate_fn", "multiprocessing_context", "persistent_workers")
 
 # Mesh axes along which ranks work on the same samples.
 _SAME_DATA_AXES = frozenset(AXES) - frozenset(DATA_AXES)
@@ -153,7 +119,7 @@ def prepare_data_loader(
     _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
     if split_batches:
         _check_split(dataloader, dp_rank.count)
-    common: PreparedArguments = {
+    common: Arguments = {
         "rng_types": rng_types,
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": _drops_last(dataloader),
@@ -210,7 +176,7 @@ def prepare_data_loader(
 
 
 def _shared(
-    dataloader: DataLoader[object], asked: Sequence[object], data_seed: int | None, common: PreparedArguments
+    dataloader: DataLoader[object], asked: Sequence[object], data_seed: int | None, common: Arguments
 ) -> PreparedLoader | None:
     """Return the prepared loader of a world with members (without a process group); None in other worlds."""
     world = current_world()
@@ -295,7 +261,7 @@ def _drops_last(dataloader: DataLoader[object]) -> bool:
     return bool(dataloader.drop_last or getattr(batch_sampler, "drop_last", False))
 
 
-def _sampling(dataloader: DataLoader[object], root: Iterable[object]) -> Sampling:
+def _sampling(dataloader: DataLoader[object], root: Iterable[object]) -> Arguments:
     """Return the arguments for a loader over the same dataset that reads the batches of ``root``."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
@@ -330,7 +296,7 @@ def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_fr
     return changed
 
 
-def _keep_order(common: PreparedArguments) -> None:
+def _keep_order(common: Arguments) -> None:
     if common.get("in_order", True):
         return
     common["in_order"] = True
@@ -361,7 +327,7 @@ def _sharded_map(
     dp_rank: DataParallelRank,
     split_batches: bool,
     even_batches: bool,
-    common: PreparedArguments,
+    common: Arguments,
 ) -> PreparedLoader:
     is_planned = isinstance(root, TokenBatchSampler)
     if isinstance(root, TokenBatchSampler):
@@ -378,7 +344,7 @@ def _sharded_map(
 
 
 def _sharded_stream(
-    dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: PreparedArguments
+    dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: Arguments
 ) -> PreparedLoader:
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
@@ -406,7 +372,7 @@ def _sharded_stream(
 
 
 def _presharded(
-    dataloader: DataLoader[object], part: object, dp_rank: DataParallelRank, common: PreparedArguments, *, warn: bool
+    dataloader: DataLoader[object], part: object, dp_rank: DataParallelRank, common: Arguments, *, warn: bool
 ) -> PreparedLoader:
     world = current_world()
     if warn and (world is None or world.is_main):
@@ -473,11 +439,9 @@ def skip_first_batches(dataloader: DataLoader[object] | SequenceShardLoader, num
     )
 
 
-def arguments_of(dataloader: DataLoader[object]) -> TorchArguments:
-    """Return the constructor arguments of ``dataloader``, without those in :class:`Sampling`."""
-    names = TorchArguments.__annotations__
-    found = {name: getattr(dataloader, name) for name in names if getattr(dataloader, name, None) is not None}
-    arguments = cast("TorchArguments", found)
+def arguments_of(dataloader: DataLoader[object]) -> Arguments:
+    """Return the constructor arguments of ``dataloader``, without those that choose its samples."""
+    arguments = {name: getattr(dataloader, name) for name in _KEPT if getattr(dataloader, name, None) is not None}
     if not arguments.get("pin_memory_device"):
         arguments.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
     return arguments
