@@ -346,29 +346,28 @@ def _sharded_map(
 def _sharded_stream(
     dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: Arguments
 ) -> PreparedLoader:
-    dataset: Any = dataloader.dataset
-    size = dataloader.batch_size
-    if dp_rank.count == 1:
-        return DataLoaderShard(dataset, batch_size=size, drop_last=dataloader.drop_last, **common)
-    per_rank = size // dp_rank.count if split_batches and size is not None else size
-    num_files = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
-    divide = getattr(dataset, "shard", None)
-    if callable(divide) and type(num_files) is int and num_files >= dp_rank.count and not split_batches:
+    part: Any = dataloader.dataset
+    size, count, is_presharded = dataloader.batch_size, dp_rank.count, False
+    num_files = getattr(part, "num_shards", None) or getattr(part, "n_shards", None)
+    divide = getattr(part, "shard", None)
+    if count > 1 and callable(divide) and type(num_files) is int and num_files >= count and not split_batches:
         # If a dataset has several files, each rank gets some of them, and no rank reads another's files.
-        part: Any = divide(num_shards=dp_rank.count, index=dp_rank.index)
-        prepared = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
-        prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
-        return prepared
-    part = IterableDatasetShard(
-        dataset,
-        batch_size=size or 1,
-        drop_last=dataloader.drop_last,
-        num_processes=dp_rank.count,
-        process_index=dp_rank.index,
-        split_batches=split_batches,
-    )
-    _keep_order(common)
-    return DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
+        part, is_presharded = divide(num_shards=count, index=dp_rank.index), True
+    elif count > 1:
+        part = IterableDatasetShard(
+            part,
+            batch_size=size or 1,
+            drop_last=dataloader.drop_last,
+            num_processes=count,
+            process_index=dp_rank.index,
+            split_batches=split_batches,
+        )
+        _keep_order(common)
+    per_rank = size // count if split_batches and size is not None else size
+    prepared = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
+    if is_presharded:
+        prepared.presharded_size, prepared.presharded_rank = count, dp_rank.index
+    return prepared
 
 
 def _presharded(
