@@ -67,32 +67,10 @@ def attach_align_device_hook(
 
     If a module's class is in ``preload_module_classes``, it loads the tensors of all its submodules at once.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    if _holds_tensors(module) or whole:
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, _path(module_name, "")),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            _path(module_name, name),
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    hooks = _ModelHooks(
+        execution_device, offload, weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map
+    )
+    hooks.attach_to_tensors(module, module_name, execution_device, offload=offload)
 
 
 def attach_align_device_hook_on_blocks(
@@ -111,15 +89,15 @@ def attach_align_device_hook_on_blocks(
     ``execution_device`` and ``offload`` are one value for all blocks, or one for each block by name. A block may also
     be a single tensor.
     """
-    blocks = _Blocks(
+    hooks = _ModelHooks(
         execution_device, offload, weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map
     )
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        blocks.attach(module, module_name)
+        hooks.attach(module, module_name)
     elif offload:
-        blocks.attach_offloaded(module, module_name, execution_device)
+        hooks.attach_to_tensors(module, module_name, execution_device, offload=True)
     else:
-        hook = blocks.hook(execution_device, io_same_device=True, place_submodules=True)
+        hook = hooks.hook(execution_device, io_same_device=True, place_submodules=True)
         add_hook_to_module(module, hook)
 
 
@@ -137,8 +115,8 @@ class _SelectedEntries(PrefixedDataset):
 
 @final
 @dataclass(frozen=True)
-class _Blocks:
-    """The options of the hooks on the blocks of one model."""
+class _ModelHooks:
+    """The hooks of one model, and their options: one value for all blocks, or one for each block by name."""
 
     execution_device: Device | Mapping[str, object] | None
     offload: bool | dict[str, bool]
@@ -185,7 +163,7 @@ class _Blocks:
                 # Runs before the hook that moves the inputs, because it records their device.
                 hook = self.hook(None if holds else device, io_same_device=is_root)
                 add_hook_to_module(module, hook, append=True)
-            self.attach_offloaded(module, name, device)
+            self.attach_to_tensors(module, name, device, offload=True)
         else:
             hook = self.hook(
                 device, offload_buffers=self.offload_buffers, io_same_device=is_root, place_submodules=True
@@ -193,19 +171,21 @@ class _Blocks:
             add_hook_to_module(module, hook)
         attach_execution_device_hook(module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
 
-    def attach_offloaded(self, module: nn.Module, name: str, device: Device | None) -> None:
-        """Attach hooks that load the offloaded weights of the module and all its submodules."""
-        attach_align_device_hook(
-            module,
-            device,
-            True,
-            self.weights_map,
-            self.offload_buffers,
-            name,
-            self.skip_keys,
-            self.preload_module_classes,
-            self.tied_params_map,
-        )
+    def attach_to_tensors(self, module: nn.Module, name: str, device: Device | None, *, offload: bool) -> None:
+        """Attach hooks to the module and all its submodules that have their own tensors."""
+        whole = offload and type(module).__name__ in (self.preload_module_classes or ())
+        if _holds_tensors(module) or whole:
+            hook = self.hook(
+                device,
+                offload=offload,
+                weights_map=None if self.weights_map is None else PrefixedDataset(self.weights_map, _path(name, "")),
+                offload_buffers=self.offload_buffers,
+                place_submodules=whole,
+            )
+            add_hook_to_module(module, hook, append=True)
+        if not whole:
+            for own, child in module.named_children():
+                self.attach_to_tensors(child, _path(name, own), device, offload=offload)
 
     def _attach_to_own_tensors(self, module: nn.Module, name: str) -> None:
         """Place a split module's own tensors, or attach a hook that loads them."""
