@@ -83,15 +83,18 @@ def hooked_forward(module: Any, *args: object, **kwargs: object) -> object:
     """Run the module's own forward between the ``pre_forward`` and ``post_forward`` of its hook."""
     # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
     hook = module._hf_hook
-    if is_dynamo_compiling() and not getattr(hook, "runs_compiled", True):
-        return _compiled_forward(module, hook, *args, **kwargs)
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    before, after = hook.pre_forward, hook.post_forward
+    if is_dynamo_compiling() and not getattr(hook, "runs_compiled", True):  # compile only the forward between them
+        if _call_outside is None:
+            _load_compiler()
+        before, after = functools.partial(_call_outside, before), functools.partial(_call_outside, after)
+    args, kwargs = before(module, *args, **kwargs)
     if getattr(hook, "no_grad", False):
         with torch.no_grad():
             output = module._old_forward(*args, **kwargs)
     else:
         output = module._old_forward(*args, **kwargs)
-    return hook.post_forward(module, output)
+    return after(module, output)
 
 
 def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -111,19 +114,6 @@ def _load_compiler() -> None:
 # The compiler calls this one without tracing into it; the decorator for that would import the compiler.
 _load_compiler._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 _load_compiler._torchdynamo_disable_msg = "loads the compiler"  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _compiled_forward(module: Any, hook: ModelHook, *args: object, **kwargs: object) -> object:
-    """Run the hooked forward under torch.compile, which compiles only the module's own forward."""
-    if _call_outside is None:
-        _load_compiler()
-    args, kwargs = _call_outside(hook.pre_forward, module, *args, **kwargs)
-    if getattr(hook, "no_grad", False):
-        with torch.no_grad():
-            output = module._old_forward(*args, **kwargs)
-    else:
-        output = module._old_forward(*args, **kwargs)
-    return _call_outside(hook.post_forward, module, output)
 
 
 def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
