@@ -262,10 +262,6 @@ class _Greedy:
                 self._skip_or_advance(part, free)
         return self.placements
 
-    def _reserve(self) -> int:
-        """Return the bytes to reserve for the largest layer that may later be copied through this device."""
-        return self._reserve_without(None)
-
     def _free_bytes(self) -> float:
         device = self.devices[0]
         return self.problem.limit(device) - self.used[device] - self._reserve()
@@ -316,7 +312,7 @@ class _Greedy:
     def _advance(self, part: Part, reason: str) -> None:
         device = self.devices[0]
         if not self.used[device]:
-            needed = part.num_bytes + self._reserve_without(part)
+            needed = part.num_bytes + self._reserve(without=part)
             logger.warning(
                 "No modules could be assigned to device %s due to insufficient memory: its limit is %s, and the first "
                 "remaining part, %s, needs %s there with the memory that is reserved for later layers.\n"
@@ -337,10 +333,11 @@ class _Greedy:
         self.devices.pop(0)
         self.next_reason = reason
 
-    def _reserve_without(self, part: Part | None) -> int:
+    def _reserve(self, without: Part | None = None) -> int:
+        """Return the bytes to reserve for the largest layer that may later be copied through this device."""
         if self.devices[0] not in self.problem.reserve_devices:
             return 0
-        layers = (each for each in self.pending if each is not part and not each.is_tensor)
+        layers = (each for each in self.pending if each is not without and not each.is_tensor)
         return max((each.largest_layer for each in layers), default=0)
 
 
