@@ -133,11 +133,6 @@ class StreamSource:
         generator = getattr(self.base, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
-    def seed_generator(self) -> None:
-        """Seed the generator of a dataset that is sharded here, from the epoch."""
-        if self.shard is not None:
-            self.shard.seed_generator()
-
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset can save and load its position."""
@@ -316,7 +311,8 @@ class StreamReader:
                 warn_of_new_workers(loader, source.base, saved.epoch + saved.is_finished)
 
     def _continue(self, saved: SavedPosition) -> None:
-        source, own = self.source, self._own_part(saved)
+        is_mine = bool(saved.own) and self.loader.rank_and_size() == tuple(saved.own.get("rank", ()))
+        source, own = self.source, saved.own if is_mine else {}
         self.position = saved.position_for(source.dp_size, source.global_batch_size)
         self._ahead = own.get("ahead") or {}
         dataset_state = own.get("stream") if source.num_readers > 1 else saved.dataset
@@ -341,10 +337,6 @@ class StreamReader:
                 ResumeWarning,
                 stacklevel=2,
             )
-
-    def _own_part(self, saved: SavedPosition) -> Mapping[str, Any]:
-        mine = (self.loader.rank_and_size() == tuple(saved.own.get("rank", ()))) if saved.own else False
-        return saved.own if mine else {}
 
     # -- the pass --------------------------------------------------------------------------------------
 
@@ -480,12 +472,9 @@ class StreamReader:
             if self._in_process:  # the reader itself counts from the position at which its pass resumed
                 own["loader"].update(_num_yielded=num_batches, _sampler_iter_yielded=num_batches)
         if self._keeps_state:
-            own.update(self._stream_state())
+            # Any rank can resume a dataset that all ranks read; only the same rank can resume its own data.
+            own[self._state_name] = self.source.base.state_dict()
         return own
-
-    def _stream_state(self) -> dict[str, object]:
-        # Any rank can resume a dataset that all ranks read; only the same rank can resume its own data.
-        return {self._state_name: self.source.base.state_dict()}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -285,7 +285,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _stream_reader(self, plan: ReadPlan) -> StreamReader:
         source = self._stream_source()
         world = self._world()
-        source.seed_generator()
+        if source.shard is not None:
+            source.shard.seed_generator()
         order_state: OrderState = {"streams": capture_host_streams()}
         if source.generator is not None:
             order_state["generator"] = source.generator.get_state()
