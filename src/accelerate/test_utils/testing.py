@@ -1,8 +1,9 @@
-"""Utilities for tests: subprocesses, temporary folders, comparisons over all ranks, test cases."""
+"""Utilities for tests: subprocesses, comparisons over all ranks, test cases, and requirements of tests."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import shutil
 import subprocess
@@ -13,78 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, TextIO, TypeVar
+from typing import IO, Any, Final, Protocol, TextIO, TypeVar
 from unittest import mock
 
 import torch
 
+from .. import optional
 from ..devices import table
-from ..devices.hardware import is_hpu_available, is_xpu_available
+from ..devices.hardware import is_hpu_available as is_hpu_available
+from ..devices.hardware import is_xpu_available as is_xpu_available
 from ..distributed.collectives import gather
 from ..ports import DEFAULT_PORT
 from ..settings import env
-from ..settings.env import parse_flag_from_env
+from ..settings.env import parse_flag_from_env as parse_flag_from_env
 from ..state import AcceleratorState, PartialState
-from .requirements import (
-    require_aim,
-    require_bnb,
-    require_clearml,
-    require_comet_ml,
-    require_cpu,
-    require_cuda,
-    require_cuda_or_hpu,
-    require_cuda_or_xpu,
-    require_datasets,
-    require_deepspeed,
-    require_dvclive,
-    require_fp8,
-    require_fp16,
-    require_fsdp2,
-    require_huggingface_suite,
-    require_import_timer,
-    require_matplotlib,
-    require_mlflow,
-    require_mlu,
-    require_mps,
-    require_multi_device,
-    require_multi_gpu,
-    require_multi_gpu_or_xpu,
-    require_multi_xpu,
-    require_musa,
-    require_neuron,
-    require_non_cpu,
-    require_non_hpu,
-    require_non_torch_xla,
-    require_non_xpu,
-    require_npu,
-    require_pandas,
-    require_peft,
-    require_pippy,
-    require_schedulefree,
-    require_sdaa,
-    require_single_device,
-    require_single_gpu,
-    require_single_xpu,
-    require_swanlab,
-    require_tensorboard,
-    require_timm,
-    require_torch_min_version,
-    require_torchao,
-    require_torchdata_stateful_dataloader,
-    require_torchvision,
-    require_tp,
-    require_tpu,
-    require_trackers,
-    require_trackio,
-    require_transformer_engine,
-    require_transformer_engine_mxfp8,
-    require_transformers,
-    require_triton,
-    require_wandb,
-    require_xpu,
-    skip,
-    slow,
-)
+from ..versions import is_torch_version
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -305,85 +249,135 @@ class MockingTestCase(unittest.TestCase):
             self.addCleanup(each.stop)
 
 
-__all__ = [
-    "AccelerateTestCase",
-    "DEFAULT_LAUNCH_COMMAND",
-    "MockingTestCase",
-    "SubprocessCallException",
-    "TempDirTestCase",
-    "are_the_same_tensors",
-    "assert_exception",
-    "capture_call_output",
-    "device_count",
-    "execute_subprocess_async",
-    "get_backend",
-    "get_launch_command",
-    "get_torch_dist_unique_port",
-    "is_hpu_available",
-    "is_xpu_available",
-    "memory_allocated_func",
-    "parse_flag_from_env",
-    "path_in_accelerate_package",
-    "pytest_xdist_worker_id",
-    "require_aim",
-    "require_bnb",
-    "require_clearml",
-    "require_comet_ml",
-    "require_cpu",
-    "require_cuda",
-    "require_cuda_or_hpu",
-    "require_cuda_or_xpu",
-    "require_datasets",
-    "require_deepspeed",
-    "require_dvclive",
-    "require_fp16",
-    "require_fp8",
-    "require_fsdp2",
-    "require_huggingface_suite",
-    "require_import_timer",
-    "require_matplotlib",
-    "require_mlflow",
-    "require_mlu",
-    "require_mps",
-    "require_multi_device",
-    "require_multi_gpu",
-    "require_multi_gpu_or_xpu",
-    "require_multi_xpu",
-    "require_musa",
-    "require_neuron",
-    "require_non_cpu",
-    "require_non_hpu",
-    "require_non_torch_xla",
-    "require_non_xpu",
-    "require_npu",
-    "require_pandas",
-    "require_peft",
-    "require_pippy",
-    "require_schedulefree",
-    "require_sdaa",
-    "require_single_device",
-    "require_single_gpu",
-    "require_single_xpu",
-    "require_swanlab",
-    "require_tensorboard",
-    "require_timm",
-    "require_torch_min_version",
-    "require_torchao",
-    "require_torchdata_stateful_dataloader",
-    "require_torchvision",
-    "require_tp",
-    "require_tpu",
-    "require_trackers",
-    "require_trackio",
-    "require_transformer_engine",
-    "require_transformer_engine_mxfp8",
-    "require_transformers",
-    "require_triton",
-    "require_wandb",
-    "require_xpu",
-    "run_command",
-    "run_first",
-    "skip",
-    "slow",
-    "torch_device",
-]
+# Requirements: decorators that skip a test, or a class of tests, unless a device, a version or a package is there
+
+
+class Requirement(Protocol):
+    """A decorator that skips tests, or classes of tests, unless its requirement is met."""
+
+    def __call__(self, test_case: Test) -> Test:
+        """Return ``test_case``, marked to be skipped if the requirement isn't met."""
+        ...
+
+
+def _requires(what: str, is_met: Callable[[], bool]) -> Requirement:
+    """Return a decorator that skips a test unless ``is_met()`` at the definition of the test."""
+
+    def require(test_case: Test) -> Test:
+        return unittest.skipUnless(is_met(), f"test requires {what}")(test_case)
+
+    require.__doc__ = f"Run the test only with {what}."
+    return require
+
+
+@functools.cache
+def _kind() -> table.DeviceKind:
+    return table.available_kind(cpu=env.flag("ACCELERATE_USE_CPU"))
+
+
+@functools.cache
+def _num_devices() -> int:
+    return table.count_devices(_kind())
+
+
+def _on(*names: str) -> bool:
+    return _kind().name in names
+
+
+def skip(test_case: Test) -> Test:
+    """Skip the test always."""
+    return unittest.skip("Test was skipped")(test_case)
+
+
+def slow(test_case: Test) -> Test:
+    """Run the test only with RUN_SLOW set."""
+    return unittest.skipUnless(env.flag("RUN_SLOW"), "test is slow; set RUN_SLOW=1 to run it")(test_case)
+
+
+require_cpu: Requirement = _requires("a machine without accelerators", lambda: _on("cpu"))
+require_non_cpu: Requirement = _requires("an accelerator", lambda: not _on("cpu"))
+require_cuda: Requirement = _requires("a CUDA device", lambda: _on("cuda"))
+require_cuda_or_hpu: Requirement = _requires("a CUDA or HPU device", lambda: _on("cuda", "hpu"))
+require_xpu: Requirement = _requires("an XPU device", lambda: _on("xpu"))
+require_cuda_or_xpu: Requirement = _requires("a CUDA or XPU device", lambda: _on("cuda", "xpu"))
+require_non_xpu: Requirement = _requires("another device than XPU", lambda: not _on("xpu"))
+require_non_hpu: Requirement = _requires("another device than HPU", lambda: not _on("hpu"))
+require_mlu: Requirement = _requires("an MLU device", lambda: _on("mlu"))
+require_sdaa: Requirement = _requires("an SDAA device", lambda: _on("sdaa"))
+require_musa: Requirement = _requires("a MUSA device", lambda: _on("musa"))
+require_npu: Requirement = _requires("an NPU device", lambda: _on("npu"))
+require_neuron: Requirement = _requires("a Neuron device", lambda: _on("neuron"))
+require_mps: Requirement = _requires("an MPS device", lambda: _on("mps"))
+require_tpu: Requirement = _requires("a TPU", lambda: _on("xla"))
+require_non_torch_xla: Requirement = _requires("another device than XLA", lambda: not _on("xla"))
+
+require_single_device: Requirement = _requires("one accelerator", lambda: not _on("cpu") and _num_devices() == 1)
+require_single_gpu: Requirement = _requires("one GPU", lambda: _on("cuda") and _num_devices() == 1)
+require_single_xpu: Requirement = _requires("one XPU", lambda: _on("xpu") and _num_devices() == 1)
+require_multi_device: Requirement = _requires("several accelerators", lambda: _num_devices() > 1)
+require_multi_gpu: Requirement = _requires("several GPUs", lambda: _on("cuda") and _num_devices() > 1)
+require_multi_xpu: Requirement = _requires("several XPUs", lambda: _on("xpu") and _num_devices() > 1)
+require_multi_gpu_or_xpu: Requirement = _requires(
+    "several GPUs or XPUs", lambda: _on("cuda", "xpu") and _num_devices() > 1
+)
+
+require_fp16: Requirement = _requires("float16", lambda: _kind().supports_fp16())
+require_fp8: Requirement = _requires(
+    "8-bit floats",
+    lambda: (optional.is_torchao_available() or optional.is_transformer_engine_available()) and _on("cuda", "hpu"),
+)
+require_fsdp2: Requirement = _requires("torch >= 2.6.0", lambda: is_torch_version(">=", "2.6.0"))
+require_tp: Requirement = _requires(
+    "torch >= 2.3.0 and transformers >= 4.52.0",
+    lambda: is_torch_version(">=", "2.3.0") and optional.is_installed("transformers", at_least="4.52.0"),
+)
+require_pippy: Requirement = _requires(
+    "torch's pipeline parallelism",
+    lambda: optional.is_pippy_available() and torch.distributed.is_available() and not _on("hpu"),
+)
+
+
+def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
+    """Run the test only with torch ``version`` or newer; also as ``@require_torch_min_version(version="2.8")``."""
+    if test_case is None:
+        return functools.partial(require_torch_min_version, version=version)
+    return _requires(f"torch >= {version}", lambda: version is None or is_torch_version(">=", version))(test_case)
+
+
+require_huggingface_suite: Requirement = _requires(
+    "transformers and datasets", lambda: optional.is_transformers_available() and optional.is_datasets_available()
+)
+require_trackers: Requirement = _requires(
+    "a tracker without an account, and no comet_ml",
+    lambda: (
+        (optional.is_wandb_available() or optional.is_tensorboard_available() or optional.is_trackio_available())
+        and not optional.is_comet_ml_available()
+    ),
+)
+require_peft: Requirement = _requires("peft", optional.is_peft_available)
+require_datasets: Requirement = _requires("datasets", optional.is_datasets_available)
+require_transformers: Requirement = _requires("transformers", optional.is_transformers_available)
+require_timm: Requirement = _requires("timm", optional.is_timm_available)
+require_torchvision: Requirement = _requires("torchvision", optional.is_torchvision_available)
+require_triton: Requirement = _requires("triton", optional.is_triton_available)
+require_schedulefree: Requirement = _requires("schedulefree", optional.is_schedulefree_available)
+require_bnb: Requirement = _requires("bitsandbytes", optional.is_bnb_available)
+require_deepspeed: Requirement = _requires("deepspeed", optional.is_deepspeed_available)
+require_tensorboard: Requirement = _requires("tensorboard", optional.is_tensorboard_available)
+require_wandb: Requirement = _requires("wandb", optional.is_wandb_available)
+require_trackio: Requirement = _requires("trackio", optional.is_trackio_available)
+require_comet_ml: Requirement = _requires("comet_ml", optional.is_comet_ml_available)
+require_aim: Requirement = _requires("aim", optional.is_aim_available)
+require_clearml: Requirement = _requires("clearml", optional.is_clearml_available)
+require_dvclive: Requirement = _requires("dvclive", optional.is_dvclive_available)
+require_swanlab: Requirement = _requires("swanlab", optional.is_swanlab_available)
+require_mlflow: Requirement = _requires("mlflow", optional.is_mlflow_available)
+require_pandas: Requirement = _requires("pandas", optional.is_pandas_available)
+require_import_timer: Requirement = _requires("import_timer", optional.is_import_timer_available)
+require_transformer_engine: Requirement = _requires("transformer_engine", optional.is_transformer_engine_available)
+require_torchao: Requirement = _requires("torchao", optional.is_torchao_available)
+require_matplotlib: Requirement = _requires("matplotlib", optional.is_matplotlib_available)
+require_transformer_engine_mxfp8: Requirement = _requires("MXFP8", optional.is_transformer_engine_mxfp8_available)
+require_torchdata_stateful_dataloader: Requirement = _requires(
+    "torchdata with StatefulDataLoader", optional.is_torchdata_stateful_dataloader_available
+)
