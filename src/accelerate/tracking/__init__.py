@@ -1,4 +1,4 @@
-"""Trackers: one file per logging service, and a JSONL log that is always written."""
+"""Trackers: one class per logging service, and a JSONL log that is always written."""
 
 from __future__ import annotations
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast, final
 
 import numpy as np
 import torch
 
 from ..distributed.world import current_world
-from ..optional import require
 from .background_queue import BackgroundQueue
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -124,43 +123,6 @@ class GeneralTracker:
 
     def _leave_thread(self) -> None:
         """Release the service's data of the thread that called ``start``; called on it, after ``finish``."""
-
-
-class RunTracker(GeneralTracker):
-    """A tracker of a package that logs dictionaries to a run; ``kwargs`` go to the package's ``init``.
-
-    The package has the tracker's name. The run belongs to its project ``run_name``.
-    """
-
-    requires_logging_directory = False
-    logs_in_background = True
-    main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @on_main_process
-    def start(self) -> None:
-        self._package: Any = require(self.name, self.name, purpose=f"log_with={self.name!r}")
-        self.run = self._package.init(project=self.run_name, **self.init_kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        self.run.log(as_numbers(values), **({} if step is None else {"step": step}), **kwargs)
-
-    @queued
-    def log_images(self, values: Mapping[str, Iterable[object]], step: int | None = None, **kwargs: object) -> None:
-        """Log each value, a list of images, under its key."""
-        for key, images in values.items():
-            self.log({key: [self._package.Image(image) for image in images]}, step=step, **kwargs)
 
 
 @final

@@ -14,18 +14,20 @@ from .. import optional
 from ..errors import SettingError
 from ..settings.labels import LoggerType
 from ..settings.option import nearest
-from .aim import AimTracker
 from .background_queue import BackgroundQueue
 from .base import BlankTracker, GeneralTracker, writes_here
-from .clearml import ClearMLTracker
-from .comet import CometMLTracker
-from .dvclive import DVCLiveTracker
 from .jsonl import JSONLTracker
 from .mlflow import MLflowTracker
-from .swanlab import SwanLabTracker
-from .tensorboard import TensorBoardTracker
-from .trackio import TrackioTracker
-from .wandb import WandBTracker
+from .services import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from accelerate.tracking import (
     SwanLabTracker,
     TrackioTracker,
     WandBTracker,
-    comet,
     finish,
     init_trackers,
+    services,
 )
 
 
@@ -90,7 +90,7 @@ def test_trackio_logs_with_a_step_only_where_there_is_one(service: Any) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_comet_starts_an_experiment(service: Any, monkeypatch: pytest.MonkeyPatch, new: bool) -> None:
     comet_ml = service("comet_ml")
-    monkeypatch.setattr(comet, "is_installed", lambda *_args, **_kwargs: new)
+    monkeypatch.setattr(services, "is_installed", lambda *_args, **_kwargs: new)
     tracker = started(CometMLTracker("project", online=False))
     begin = comet_ml.start if new else comet_ml.Experiment
     begin.assert_called_once_with(project_name="project", online=False)
