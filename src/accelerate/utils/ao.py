@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from ..precision.fp8_ao import (
-    convert_model_to_fp8_ao,
-    filter_first_and_last_linear_layers,
-    filter_linear_layers,
-    find_first_last_linear_layers,
-    has_ao_layers,
-)
+from ..lazy import names_of_stub
 
-__all__ = [
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-]
+__getattr__, __dir__ = names_of_stub(__name__)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from ..precision.fp8_te import apply_fp8_autowrap, contextual_fp8_autocast, convert_model, has_transformer_engine_layers
+from ..lazy import names_of_stub
 
-__all__ = [
-    "apply_fp8_autowrap",
-    "contextual_fp8_autocast",
-    "convert_model",
-    "has_transformer_engine_layers",
-]
+__getattr__, __dir__ = names_of_stub(__name__)
