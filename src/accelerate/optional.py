@@ -137,14 +137,49 @@ def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters,
 # -- one function per package, under its documented name ----------------------------------------------------
 
 
+def _check_of(module: str) -> Callable[[], bool]:
+    """Return a function that returns whether ``module`` is installed."""
+
+    def is_available() -> bool:
+        return is_installed(module)
+
+    is_available.__doc__ = f"Return whether ``{module}`` is installed."
+    return is_available
+
+
+is_amdsmi_available: Callable[[], bool] = _check_of("amdsmi")
+is_boto3_available: Callable[[], bool] = _check_of("boto3")
+is_clearml_available: Callable[[], bool] = _check_of("clearml")
+is_comet_ml_available: Callable[[], bool] = _check_of("comet_ml")
+is_datasets_available: Callable[[], bool] = _check_of("datasets")
+is_deepspeed_available: Callable[[], bool] = _check_of("deepspeed")
+is_dvclive_available: Callable[[], bool] = _check_of("dvclive")
+is_import_timer_available: Callable[[], bool] = _check_of("import_timer")
+is_lomo_available: Callable[[], bool] = _check_of("lomo_optim")
+is_matplotlib_available: Callable[[], bool] = _check_of("matplotlib")
+is_msamp_available: Callable[[], bool] = _check_of("msamp")
+is_pandas_available: Callable[[], bool] = _check_of("pandas")
+is_peft_available: Callable[[], bool] = _check_of("peft")
+is_pynvml_available: Callable[[], bool] = _check_of("pynvml")
+is_pytest_available: Callable[[], bool] = _check_of("pytest")
+is_rich_available: Callable[[], bool] = _check_of("rich")
+is_sagemaker_available: Callable[[], bool] = _check_of("sagemaker")
+is_schedulefree_available: Callable[[], bool] = _check_of("schedulefree")
+is_swanlab_available: Callable[[], bool] = _check_of("swanlab")
+is_timm_available: Callable[[], bool] = _check_of("timm")
+is_torchdata_available: Callable[[], bool] = _check_of("torchdata")
+is_torchvision_available: Callable[[], bool] = _check_of("torchvision")
+is_tqdm_available: Callable[[], bool] = _check_of("tqdm")
+is_trackio_available: Callable[[], bool] = _check_of("trackio")
+is_transformer_engine_available: Callable[[], bool] = _check_of("transformer_engine")
+is_transformers_available: Callable[[], bool] = _check_of("transformers")
+is_triton_available: Callable[[], bool] = _check_of("triton")
+is_wandb_available: Callable[[], bool] = _check_of("wandb")
+
+
 def is_aim_available() -> bool:
     """Return whether ``aim`` is installed, below version 4, whose interface differs."""
     return is_installed("aim", below=AIM_CEILING)
-
-
-def is_amdsmi_available() -> bool:
-    """Return whether ``amdsmi`` is installed."""
-    return is_installed("amdsmi")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -170,51 +205,6 @@ def is_bitsandbytes_multi_backend_available() -> bool:
     return "multi_backend" in features
 
 
-def is_boto3_available() -> bool:
-    """Return whether ``boto3`` is installed."""
-    return is_installed("boto3")
-
-
-def is_clearml_available() -> bool:
-    """Return whether ``clearml`` is installed."""
-    return is_installed("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether ``comet_ml`` is installed."""
-    return is_installed("comet_ml")
-
-
-def is_datasets_available() -> bool:
-    """Return whether ``datasets`` is installed."""
-    return is_installed("datasets")
-
-
-def is_deepspeed_available() -> bool:
-    """Return whether ``deepspeed`` is installed."""
-    return is_installed("deepspeed")
-
-
-def is_dvclive_available() -> bool:
-    """Return whether ``dvclive`` is installed."""
-    return is_installed("dvclive")
-
-
-def is_import_timer_available() -> bool:
-    """Return whether ``import_timer`` is installed."""
-    return is_installed("import_timer")
-
-
-def is_lomo_available() -> bool:
-    """Return whether ``lomo_optim`` is installed."""
-    return is_installed("lomo_optim")
-
-
-def is_matplotlib_available() -> bool:
-    """Return whether ``matplotlib`` is installed."""
-    return is_installed("matplotlib")
-
-
 def is_megatron_lm_available() -> bool:
     """Return whether Megatron-LM is installed."""
     return is_installed("megatron")
@@ -225,24 +215,9 @@ def is_mlflow_available() -> bool:
     return is_installed("mlflow")
 
 
-def is_msamp_available() -> bool:
-    """Return whether ``msamp`` is installed."""
-    return is_installed("msamp")
-
-
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Return whether ``numpy`` is installed, with at least ``min_version``."""
     return is_installed("numpy", at_least=min_version)
-
-
-def is_pandas_available() -> bool:
-    """Return whether ``pandas`` is installed."""
-    return is_installed("pandas")
-
-
-def is_peft_available() -> bool:
-    """Return whether ``peft`` is installed."""
-    return is_installed("peft")
 
 
 def is_pippy_available() -> bool:
@@ -250,44 +225,9 @@ def is_pippy_available() -> bool:
     return is_torch_version(">=", "2.4.0")
 
 
-def is_pynvml_available() -> bool:
-    """Return whether ``pynvml`` is installed."""
-    return is_installed("pynvml")
-
-
-def is_pytest_available() -> bool:
-    """Return whether ``pytest`` is installed."""
-    return is_installed("pytest")
-
-
-def is_rich_available() -> bool:
-    """Return whether ``rich`` is installed."""
-    return is_installed("rich")
-
-
-def is_sagemaker_available() -> bool:
-    """Return whether ``sagemaker`` is installed."""
-    return is_installed("sagemaker")
-
-
-def is_schedulefree_available() -> bool:
-    """Return whether ``schedulefree`` is installed."""
-    return is_installed("schedulefree")
-
-
-def is_swanlab_available() -> bool:
-    """Return whether ``swanlab`` is installed."""
-    return is_installed("swanlab")
-
-
 def is_tensorboard_available() -> bool:
     """Return whether ``tensorboard`` or ``tensorboardX`` is installed."""
     return is_installed("tensorboard") or is_installed("tensorboardX")
-
-
-def is_timm_available() -> bool:
-    """Return whether ``timm`` is installed."""
-    return is_installed("timm")
 
 
 def is_torch_distributed_available() -> bool:
@@ -302,34 +242,9 @@ def is_torchao_available() -> bool:
     return is_installed("torchao", at_least=TORCHAO_FLOOR)
 
 
-def is_torchdata_available() -> bool:
-    """Return whether ``torchdata`` is installed."""
-    return is_installed("torchdata")
-
-
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether ``torchdata`` is installed and has ``StatefulDataLoader``."""
     return is_installed("torchdata", at_least="0.8.0")
-
-
-def is_torchvision_available() -> bool:
-    """Return whether ``torchvision`` is installed."""
-    return is_installed("torchvision")
-
-
-def is_tqdm_available() -> bool:
-    """Return whether ``tqdm`` is installed."""
-    return is_installed("tqdm")
-
-
-def is_trackio_available() -> bool:
-    """Return whether ``trackio`` is installed."""
-    return is_installed("trackio")
-
-
-def is_transformer_engine_available() -> bool:
-    """Return whether ``transformer_engine`` is installed."""
-    return is_installed("transformer_engine")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
@@ -338,21 +253,6 @@ def is_transformer_engine_mxfp8_available() -> bool:
         return False
     supported, _reason = require("transformer_engine.pytorch.fp8").check_mxfp8_support()
     return bool(supported)
-
-
-def is_transformers_available() -> bool:
-    """Return whether ``transformers`` is installed."""
-    return is_installed("transformers")
-
-
-def is_triton_available() -> bool:
-    """Return whether ``triton`` is installed."""
-    return is_installed("triton")
-
-
-def is_wandb_available() -> bool:
-    """Return whether ``wandb`` is installed."""
-    return is_installed("wandb")
 
 
 def is_weights_only_available() -> bool:
