@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 from .distributed.process_control import in_order
@@ -13,8 +14,6 @@ from .optional import require
 from .settings import env
 
 if TYPE_CHECKING:
-    from .distributed.world import World
-
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
@@ -49,19 +48,9 @@ class MultiProcessAdapter(_Adapter):
         ordered = kwargs.pop("in_order", False)
         # The caller's file and line: one frame up from here (frames inside `logging` are not counted).
         kwargs.setdefault("stacklevel", 2)
-        if ordered:
+        with in_order(world) if ordered else nullcontext():
             # The level is checked inside: ranks may have different levels, and all of them must take part.
-            kwargs["stacklevel"] += 1
-            self._log_in_turn(world, level, msg, args, kwargs)
-        elif (world.is_main or not main_process_only) and self.isEnabledFor(level):
-            message, options = self.process(msg, kwargs)
-            self.logger.log(level, message, *args, **options)
-
-    def _log_in_turn(
-        self, world: World, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> None:
-        with in_order(world):
-            if self.isEnabledFor(level):
+            if (ordered or world.is_main or not main_process_only) and self.isEnabledFor(level):
                 message, options = self.process(msg, kwargs)
                 self.logger.log(level, message, *args, **options)
 
