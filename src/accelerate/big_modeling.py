@@ -266,55 +266,7 @@ def dispatch_model(
     devices = set(device_map.values())
     if len(devices) == 1 and DISK not in devices and not force_hooks and not _refuses_to_move(model):
         _move_to(model, next(iter(devices)))
-    else:
-        _dispatch(
-            model,
-            device_map,
-            main_device,
-            state_dict,
-            offload_dir,
-            offload_index,
-            offload_buffers,
-            skip_keys,
-            preload_module_classes,
-        )
-    model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    return model
-
-
-def _refuses_to_move(model: object) -> bool:
-    """Return whether bitsandbytes quantised the model, which then can't be moved."""
-    quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
-    return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
-
-
-def _move_to(model: nn.Module, device: Any) -> None:
-    ties = find_tied_parameters(model)
-    model.to(as_device(device))
-    retie_parameters(model, ties)
-
-
-def _main_device(device_map: Mapping[str, object]) -> Any:
-    return next((device for device in device_map.values() if device not in (CPU.name, DISK)), CPU.name)
-
-
-def _is_host(device: Device) -> bool:
-    """Return whether a device computes in host memory, so that offloading weights to the host would free nothing."""
-    kind = as_device(device).type
-    return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
-
-
-def _dispatch(
-    model: nn.Module,
-    device_map: Mapping[str, object],
-    main_device: Device | None,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: str | PathLike[str] | None,
-    offload_index: Mapping[str, Entry] | None,
-    offload_buffers: bool,
-    skip_keys: SkipKeys,
-    preload_module_classes: list[str] | None,
-) -> None:
+        return _with_map(model, device_map)
     main: Any = _main_device(device_map) if main_device is None else main_device
     offload_devices = (DISK,) if _is_host(main) else (CPU.name, DISK)
     on_disk = [name or "the whole model" for name, device in device_map.items() if device == DISK]
@@ -342,6 +294,34 @@ def _dispatch(
         del copies[address]
     _retie_on_devices(model, ties)
     _guard_moves(model)
+    return _with_map(model, device_map)
+
+
+def _with_map(model: Module, device_map: Mapping[str, object]) -> Module:
+    model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return model
+
+
+def _refuses_to_move(model: object) -> bool:
+    """Return whether bitsandbytes quantised the model, which then can't be moved."""
+    quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
+    return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
+
+
+def _move_to(model: nn.Module, device: Any) -> None:
+    ties = find_tied_parameters(model)
+    model.to(as_device(device))
+    retie_parameters(model, ties)
+
+
+def _main_device(device_map: Mapping[str, object]) -> Any:
+    return next((device for device in device_map.values() if device not in (CPU.name, DISK)), CPU.name)
+
+
+def _is_host(device: Device) -> bool:
+    """Return whether a device computes in host memory, so that offloading weights to the host would free nothing."""
+    kind = as_device(device).type
+    return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
 
 
 def _offloaded_weights(
