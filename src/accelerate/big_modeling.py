@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from os import PathLike
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final, get_args
 
 import torch
 from torch import nn
@@ -443,7 +443,9 @@ def load_checkpoint_and_dispatch(
     """
     del offload_state_dict
     if isinstance(device_map, str):
-        device_map = _infer_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+        limits = limits_of_policy(model, device_map, max_memory, **options)
+        device_map = infer_auto_device_map(model, limits, offload_buffers=offload_buffers, **options)
     index = load_onto_devices(
         model,
         checkpoint,
@@ -469,26 +471,20 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _infer_device_map(
-    model: nn.Module,
-    policy: str,
-    max_memory: Mapping[DeviceKey, Bytes | str] | None,
-    no_split_module_classes: str | list[str] | None,
-    dtype: ByteDtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, object]:
-    policies = ("auto", "balanced", "balanced_low_0", "sequential")
+def limits_of_policy(
+    model: nn.Module, policy: str, max_memory: Mapping[DeviceKey, Bytes | str] | None, **options: Any
+) -> Mapping[DeviceKey, Bytes]:
+    """Return the memory of each device that a device map given as text may use; ``options`` size the model's parts.
+
+    Raises:
+        SettingError: ``policy`` is an unknown text.
+    """
+    policies = get_args(AutoMap)
     if policy not in policies:
-        raise SettingError(
-            f"device_map={policy!r}: as a text it is one of {', '.join(map(repr, policies))}, else a mapping."
-        )
+        raise SettingError(f"device_map={policy!r}: choose one of {', '.join(map(repr, policies))}, or give a mapping.")
     if policy == "sequential":
-        budget = get_max_memory(max_memory)
-    else:
-        budget = get_balanced_memory(
-            model, max_memory, no_split_module_classes, dtype=dtype, low_zero=policy == "balanced_low_0"
-        )
-    return infer_auto_device_map(model, budget, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers)
+        return get_max_memory(max_memory)
+    return get_balanced_memory(model, max_memory, low_zero=policy == "balanced_low_0", **options)
 
 
 # ---------------------------------------------------------------------------------------- layer-wise casting

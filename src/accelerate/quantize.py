@@ -10,13 +10,13 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
-from .big_modeling import dispatch_model, init_empty_weights
-from .big_models.budget import Bytes, DeviceKey, get_balanced_memory, get_max_memory
+from .big_modeling import dispatch_model, init_empty_weights, limits_of_policy
+from .big_models.budget import Bytes, DeviceKey
 from .big_models.device_map import infer_auto_device_map
 from .big_models.load import load_checkpoint_in_model
 from .big_models.placement import quantize_and_offload_8bit as quantize_and_offload_8bit
@@ -30,8 +30,6 @@ from .plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConf
 _log = logging.getLogger(__name__)
 
 Quantization = BnbQuantizationConfig | TorchAoQuantizationConfig
-AutoMap: tuple[str, ...] = ("auto", "balanced", "balanced_low_0", "sequential")
-_MAPS_TEXT: Final = ", ".join(map(repr, AutoMap))
 
 
 class CannotQuantize(AccelerateError, RuntimeError):
@@ -160,17 +158,13 @@ def get_quantized_model_device_map(
     if device_map is None:
         return {"": quantizing_device()}
     if isinstance(device_map, str):
-        if device_map not in AutoMap:
-            raise SettingError(f"device_map={device_map!r}: choose one of {_MAPS_TEXT}, or give a map.")
         sizes: dict[str, Any] = {
             "no_split_module_classes": no_split_module_classes,
             "dtype": config.target_dtype,
             "special_dtypes": _dtypes_of_the_rest(model, config, skipped),
         }
-        if device_map != "sequential":
-            low_zero = device_map == "balanced_low_0"
-            max_memory = get_balanced_memory(model, max_memory=max_memory, low_zero=low_zero, **sizes)
-        devices: dict[str, Any] = dict(infer_auto_device_map(model, max_memory=get_max_memory(max_memory), **sizes))
+        limits = limits_of_policy(model, device_map, max_memory, **sizes)
+        devices: dict[str, Any] = dict(infer_auto_device_map(model, limits, **sizes))
     else:
         devices = dict(device_map)
     offloaded = [name for name in _offloaded_names(devices) if not _is_skipped(name, skipped)]
