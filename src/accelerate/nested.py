@@ -135,14 +135,6 @@ def named_tensors(data: object, name: str = "") -> Iterator[tuple[str, torch.Ten
             yield from named_tensors(item, f"{name}.{number}")
 
 
-def is_all_tensors(data: object) -> bool:
-    """Return whether every leaf of ``data`` is a tensor."""
-    if flat_tensors(data) is not None:
-        return True
-    children = _children(data)
-    return isinstance(data, torch.Tensor) if children is None else all(map(is_all_tensors, children))
-
-
 def _children(data: object) -> list[object] | None:
     """Return the items of a container; None for a leaf."""
     if isinstance(data, Mapping):

@@ -112,11 +112,6 @@ def test_find_device_looks_into_every_container() -> None:
     assert nested.find_device({"a": []}) is None
 
 
-def test_is_all_tensors_sees_one_stranger() -> None:
-    assert nested.is_all_tensors({"a": [torch.ones(1), (torch.ones(1),)]})
-    assert not nested.is_all_tensors({"a": [torch.ones(1), ("x",)]})
-
-
 @pytest.mark.parametrize(("rows", "processes", "expected"), [(5, 2, 6), (4, 2, 4), (1, 4, 4)])
 def test_padding_repeats_the_last_row(rows: int, processes: int, expected: int) -> None:
     padded = nested.pad_input_tensors(torch.arange(rows), rows, processes)
