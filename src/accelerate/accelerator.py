@@ -19,7 +19,7 @@ import torch
 from . import checkpointing, construction, parallel, seams, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
-from .distributed import collectives, process_control
+from .distributed import collectives, process_control, watchdog
 from .distributed.world import World, join_world
 from .errors import PreparationError
 from .flag import Flag
@@ -203,7 +203,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         loading, project, asked = construction.deprecated_arguments(Accelerator.__init__, old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loading)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project)
-        self._handlers = construction.sort_handlers(kwargs_handlers, function_in_use)
+        self._handlers = construction.sort_handlers(kwargs_handlers)
         known = AcceleratorState._shared_state
         arguments = old | {
             "mixed_precision": known.get("_mixed_precision") if asked is None else asked,
@@ -221,16 +221,16 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         }
         self.settings, plugins = construction.settings_and_plugins(self, arguments, parameter_dtype, known)
         plugins.torch_tp, plugins.recompute = torch_tp_plugin, self._handlers.recompute
-        run = self.settings.run
-        self.world = join_world(
-            cpu=run.use_cpu, debug=run.debug, **construction.join_options(self._handlers.init, self.settings)
-        )
+        run, init = self.settings.run, self._handlers.init
+        # With a device runtime, FSDP means that one program drives all devices.
+        group: dict[str, Any] = {} if init is None else init.to_kwargs()
+        self.world = join_world(cpu=run.use_cpu, debug=run.debug, spmd=self.settings.fsdp is not None, **group)
         self.state = AcceleratorState._fill(self.settings, self.world, plugins)
         self.mesh = construction.mesh(self.world, plugins)
         self.state.device_mesh = self.mesh.device_mesh if plugins.parallelism is not None else None
         label = self.state.mixed_precision
         self.precision = construction.precision(
-            label, self.settings, self.world, plugins, self._handlers, function_in_use, parameter_dtype
+            label, self.settings, self.world, plugins, self._handlers, parameter_dtype
         )
         self.dataloader_config.balance |= self.settings.data.balance  # the launcher's
         self.settings.data, self.settings.project = self.dataloader_config, self.project_configuration
@@ -246,7 +246,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         self.rng_types = construction.stream_names(rng_types)
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.flag_tensor: torch.Tensor | None = None
-        construction.watch_for_hangs(self.world, self.gradient_state, self.project_dir)
+        watchdog.watch_for_hangs(self.world, self.gradient_state, self.project_dir)
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -422,7 +422,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8 (AO: torchao, TE: Transformer Engine); NO without fp8."""
-        return construction.fp8_backend(self.precision)
+        return FP8BackendType(self.precision.backend or "NO")
 
     @property
     def conversions(self) -> Sequence[ConversionReport]:

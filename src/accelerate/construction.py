@@ -17,6 +17,7 @@ from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
 from .errors import ArgumentError, SettingError
+from .lazy import function_in_use
 from .logging import install_rich_tracebacks
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
@@ -25,7 +26,6 @@ from .precision import Precision
 from .precision import choose as choose_precision
 from .seams import LoopHook, LoopHooks, check_is_there, load, loop_hooks
 from .settings import env
-from .settings.labels import FP8BackendType
 from .settings.option import nearest
 from .settings.tree import ROWS
 
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .plugins.recompute import ActivationCheckpointing
-    from .precision.fp8 import Fp8Functions, Fp8Request
+    from .precision.fp8 import Fp8Request
     from .settings.labels import RNGType
     from .settings.preemption import PreemptionOptions
     from .settings.run import Settings
-    from .training.accumulation import GradientState
 
 
 Config = TypeVar("Config")
@@ -101,11 +100,8 @@ def _kinds() -> tuple[tuple[str, type], ...]:
     )
 
 
-def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp8Functions | None = None) -> Handlers:
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
     """Sort ``kwargs_handlers`` by kind.
-
-    Args:
-        functions: returns ``TERecipeKwargs``, which a library on top may have replaced.
 
     Raises:
         AssertionError: an entry isn't a KwargsHandler (the documented exception).
@@ -124,7 +120,8 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp
                 "DistributedDataParallelKwargs(), one of each kind."
             )
         for name, kind in _kinds():
-            if isinstance(handler, (kind, functions(kind.__name__)) if name == "te" and functions else kind):
+            # A library on top may have replaced TERecipeKwargs.
+            if isinstance(handler, (kind, function_in_use(kind.__name__)) if name == "te" else kind):
                 if getattr(handlers, name) is not None:
                     raise SettingError(
                         f"You can only pass one {kind.__name__} in `kwargs_handlers`; got a second one: {handler!r}."
@@ -379,12 +376,7 @@ def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -
     settings.run.mixed_precision = kind.fp8_fallback
 
 
-def fp8_backend(precision: Precision) -> FP8BackendType:
-    """Return the library with which ``precision`` computes in fp8."""
-    return FP8BackendType.NO if precision.backend is None else FP8BackendType(precision.backend)
-
-
-def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions: Fp8Functions) -> Fp8Request:
+def _fp8_request(settings: Settings, world: World, handlers: Handlers) -> Fp8Request:
     """Return the fp8 options of arguments and settings.
 
     Raises:
@@ -400,7 +392,7 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
     request = Fp8Request(
         settings.fp8.backend if settings.fp8 is not None else "NO",
         settings.quote("fp8.backend"),
-        functions,
+        function_in_use,
         recipes,
         gathers=fsdp is not None and fsdp.fsdp_version == 2,
     )
@@ -419,7 +411,6 @@ def precision(
     world: World,
     plugins: Plugins,
     handlers: Handlers,
-    functions: Fp8Functions,
     parameter_dtype: torch.dtype | None,
 ) -> Precision:
     """Return the Precision of mixed precision ``label`` in ``world``, with the handlers' options."""
@@ -431,7 +422,7 @@ def precision(
         and not world.kind.runtime
         and (plugins.fsdp is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
-    has_bf16 = functions("is_bf16_available")  # a library may have replaced it
+    has_bf16 = function_in_use("is_bf16_available")  # a library may have replaced it
     chosen = choose_precision(
         label,
         world.device.type,
@@ -439,7 +430,7 @@ def precision(
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
         shards_over=holders if is_sharded else None,
-        fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
+        fp8=_fp8_request(settings, world, handlers) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )
     if plugins.engine is not None:
@@ -459,18 +450,6 @@ def parallelism(
         raise TypeError(f"`torch_tp_plugin` must be a TorchTensorParallelPlugin, got {torch_tp_plugin!r}.")
     warn_of_old_spelling("torch_tp_plugin is an old spelling. Use parallelism_config=ParallelismConfig(tp_size=...).")
     return ParallelismConfig(tp_size=torch_tp_plugin.tp_size) if config is None else config
-
-
-def join_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
-    """Return the arguments of ``join_world``: for the process group, and whether one program drives all devices."""
-    return {**({} if handler is None else handler.to_kwargs()), "spmd": settings.fsdp is not None}
-
-
-def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: str | None) -> None:
-    """Watch the calling thread for hangs of its loop."""
-    from .distributed import watchdog
-
-    watchdog.watch_for_hangs(world, gradient_state, project_dir)
 
 
 def add_loop_hooks(run: object, preemption: PreemptionOptions | None) -> None:

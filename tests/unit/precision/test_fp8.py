@@ -200,7 +200,7 @@ def test_documented_contradictions_are_refused(torchao: Any) -> None:
     settings = collect({"mixed_precision": "fp8", "fsdp_plugin": plugin})
     handlers = construction.Handlers(ao=emulated(torchao))
     with pytest.raises(ValueError, match=r"cpu_ram_efficient_loading.*to false"):
-        construction._fp8_request(settings, sharded, handlers, lambda name: None)  # type: ignore[arg-type]
+        construction._fp8_request(settings, sharded, handlers)  # type: ignore[arg-type]
 
 
 # -- Transformer Engine: a stand-in with its documented interface ---------------------------------------------
