@@ -16,7 +16,7 @@ from accelerate.utils import DeepSpeedPlugin
 BATCH_SIZE = 4
 
 
-def single_gpu_test() -> None:
+def main() -> None:
     """Check that the student's loss falls, and each model has its plugin's stage."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     trainer = Accelerator(deepspeed_plugins=plugins)
@@ -44,11 +44,6 @@ def single_gpu_test() -> None:
     assert losses[-1] < losses[0], losses
     trainer.print(f"a student of a teacher: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     trainer.end_training()
-
-
-def main() -> None:
-    """Run the check."""
-    single_gpu_test()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from accelerate.test_utils.training import RegressionDataset, RegressionModel
 TOLERANCE = 0.15
 
 
-def training_function() -> None:
+def main() -> None:
     """Check that 15 epochs find the line ``2 x + 3``."""
     accelerator = Accelerator()
     set_seed(42)
@@ -29,11 +29,6 @@ def training_function() -> None:
     line = accelerator.unwrap_model(model)
     assert abs(line.a.item() - 2) < TOLERANCE and abs(line.b.item() - 3) < TOLERANCE, (line.a, line.b)
     accelerator.end_training()
-
-
-def main() -> None:
-    """Run the check."""
-    training_function()
 
 
 if __name__ == "__main__":

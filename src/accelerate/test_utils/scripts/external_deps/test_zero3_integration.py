@@ -17,7 +17,7 @@ CONFIG: dict[str, object] = {
 }
 
 
-def init_torch_dist_then_launch_deepspeed() -> None:
+def main() -> None:
     """Check that an earlier process group is used, and a step changes the weights."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -42,11 +42,6 @@ def init_torch_dist_then_launch_deepspeed() -> None:
     assert plugin is not None
     accelerator.print(f"ZeRO-{plugin.zero_stage}: loss {epochs[0]:.3f} -> {epochs[1]:.3f}")
     accelerator.end_training()
-
-
-def main() -> None:
-    """Run the check."""
-    init_torch_dist_then_launch_deepspeed()
 
 
 if __name__ == "__main__":
