@@ -22,7 +22,6 @@ from .devices.memory import release_memory
 from .distributed import collectives, process_control, watchdog
 from .distributed.world import World, join_world
 from .errors import PreparationError
-from .flag import Flag
 from .lazy import function_in_use, names_from
 from .logging import MultiProcessAdapter, get_logger
 from .parallel.base import (
@@ -41,7 +40,7 @@ from .plugins.handlers import GradientAccumulationPlugin
 from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .settings.option import options_of
-from .state import AcceleratorState
+from .state import AcceleratorState, Flag
 from .training.accumulation import GradientState, NamedWindows, WindowContext
 from .training.oom_retry import ComputeLoss, MicroBatches, Work
 from .training.open_window import OpenWindow, global_batch_info, restore_accumulation

@@ -88,6 +88,22 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 
 
 @final
+class Flag(int):
+    """A boolean that scripts may also call: ``accelerator.is_main_process`` and ``accelerator.is_main_process()``."""
+
+    def __new__(cls, value: bool) -> Flag:
+        return super().__new__(cls, bool(value))
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    __str__ = __repr__
+
+
+@final
 class ThreadLocalSharedDict(threading.local):
     """A class attribute that is one dict for all instances of the class, separately in each thread."""
 
