@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from inspect import signature
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final, get_args, get_type_hints
 
 from .callers import warn_of_old_spelling
 from .devices.hardware import is_bf16_available
@@ -21,7 +21,18 @@ from .lazy import function_in_use
 from .logging import install_rich_tracebacks
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
-from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
+from .plugins.ddp import DistributedDataParallelKwargs
+from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .plugins.handlers import (
+    AutocastKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from .plugins.recompute import ActivationCheckpointing
 from .precision import Precision
 from .precision import choose as choose_precision
 from .seams import LoopHook, LoopHooks, check_is_there, load, loop_hooks
@@ -32,11 +43,7 @@ from .settings.tree import ROWS
 if TYPE_CHECKING:
     import torch
 
-    from .plugins.ddp import DistributedDataParallelKwargs
-    from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-    from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .plugins.recompute import ActivationCheckpointing
     from .precision.fp8 import Fp8Request
     from .settings.labels import RNGType
     from .settings.preemption import PreemptionOptions
@@ -79,25 +86,8 @@ class Handlers:
     msamp: MSAMPRecipeKwargs | None = None
 
 
-def _kinds() -> tuple[tuple[str, type], ...]:
-    """Return the classes of handlers by their names here, in order, because a recipe class may inherit from another."""
-    from .plugins.ddp import DistributedDataParallelKwargs
-    from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-    from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
-    from .plugins.recompute import ActivationCheckpointing
-
-    return (
-        ("ddp", DistributedDataParallelKwargs),
-        ("scaler", GradScalerKwargs),
-        ("init", InitProcessGroupKwargs),
-        ("autocast", AutocastKwargs),
-        ("profile", ProfileKwargs),
-        ("recompute", ActivationCheckpointing),
-        ("fp8", FP8RecipeKwargs),
-        ("ao", AORecipeKwargs),
-        ("te", TERecipeKwargs),
-        ("msamp", MSAMPRecipeKwargs),
-    )
+#: The classes of handlers by their names here, in this order: a recipe class inherits from two others.
+_KINDS: Final[Mapping[str, type]] = {name: get_args(kind)[0] for name, kind in get_type_hints(Handlers).items()}
 
 
 def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
@@ -119,7 +109,7 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
                 "`accelerate.utils.KwargsHandler`. kwargs_handlers takes objects like "
                 "DistributedDataParallelKwargs(), one of each kind."
             )
-        for name, kind in _kinds():
+        for name, kind in _KINDS.items():
             # A library on top may have replaced TERecipeKwargs.
             if isinstance(handler, (kind, function_in_use(kind.__name__)) if name == "te" else kind):
                 if getattr(handlers, name) is not None:
