@@ -43,6 +43,8 @@ MEGATRON_REMEDY: Final = (
 )
 AIM_CEILING: Final = "4.0.0"
 TORCHAO_FLOOR: Final = "0.6.1"
+BNB_8BIT_FLOOR: Final = "0.37.2"
+BNB_4BIT_FLOOR: Final = "0.39.0"
 
 
 @functools.cache
@@ -189,12 +191,12 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 def is_4bit_bnb_available() -> bool:
     """Return whether ``bitsandbytes`` is installed and supports 4-bit weights."""
-    return is_bnb_available("0.39.0")
+    return is_bnb_available(BNB_4BIT_FLOOR)
 
 
 def is_8bit_bnb_available() -> bool:
     """Return whether ``bitsandbytes`` is installed and supports 8-bit weights."""
-    return is_bnb_available("0.37.2")
+    return is_bnb_available(BNB_8BIT_FLOOR)
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:

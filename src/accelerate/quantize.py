@@ -23,8 +23,8 @@ from .big_models.placement import quantize_and_offload_8bit as quantize_and_offl
 from .big_models.placement import quantizing_device
 from .big_models.sizes import DISK, as_device, find_tied_parameters
 from .devices.table import CPU, available_kind
-from .errors import AccelerateError, CheckpointNotFound, MissingDependency, SettingError
-from .optional import is_4bit_bnb_available, is_8bit_bnb_available, require
+from .errors import AccelerateError, CheckpointNotFound, SettingError
+from .optional import BNB_4BIT_FLOOR, BNB_8BIT_FLOOR, require
 from .plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConfig
 
 _log = logging.getLogger(__name__)
@@ -96,13 +96,9 @@ def _require_library(config: Quantization) -> None:
     if isinstance(config, TorchAoQuantizationConfig):
         require("torchao", "fp8", purpose="Quantising a model with TorchAoQuantizationConfig")
         return
-    library: Any = require("bitsandbytes", "quantization", purpose="Quantising a model with BnbQuantizationConfig")
-    bits, known = (8, is_8bit_bnb_available()) if config.load_in_8bit else (4, is_4bit_bnb_available())
-    if not known:
-        raise MissingDependency(
-            f"Weights in {bits} bits need bitsandbytes>={'0.37.2' if bits == 8 else '0.39.0'}, and "
-            f"{getattr(library, '__version__', 'an unknown version')} is installed. Update it."
-        )
+    bits, oldest = (8, BNB_8BIT_FLOOR) if config.load_in_8bit else (4, BNB_4BIT_FLOOR)
+    purpose = f"Quantising a model to {bits} bits with BnbQuantizationConfig"
+    library: Any = require("bitsandbytes", "quantization", purpose=purpose, at_least=oldest)
     here = available_kind().name
     runs_on = set(getattr(library, "supported_torch_devices", None) or {"cuda"})
     if here not in runs_on:

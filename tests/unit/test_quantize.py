@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate import init_empty_weights, quantize
+from accelerate import init_empty_weights, optional, quantize
 from accelerate.errors import CheckpointNotFound, MissingDependency, SettingError
 from accelerate.optional import is_installed
 from accelerate.plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConfig
@@ -141,12 +141,15 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_that_cant_compute_here_is_refused_as_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(__version__="0.44")
     monkeypatch.setattr(quantize, "require", lambda *_, **__: old)
-    monkeypatch.setattr(quantize, "is_8bit_bnb_available", lambda: True)
-    monkeypatch.setattr(quantize, "is_4bit_bnb_available", lambda: False)
     monkeypatch.setattr(quantize, "available_kind", lambda: SimpleNamespace(name="cpu"))
     with pytest.raises(RuntimeError, match=r"No GPU: this version of bitsandbytes computes on cuda.*is cpu"):
         load_and_quantize_model(empty(), eight())
-    with pytest.raises(MissingDependency, match=r"4 bits need bitsandbytes>=0\.39\.0, and 0\.44 is installed"):
+
+
+def test_a_library_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional, "installed_version", lambda _module: "0.38")
+    expected = r"to 4 bits .* needs 'bitsandbytes>=0\.39\.0', but version 0\.38 is installed"
+    with pytest.raises(MissingDependency, match=expected):
         load_and_quantize_model(empty(), four())
 
 
