@@ -270,18 +270,8 @@ def _requires(what: str, is_met: Callable[[], bool]) -> Requirement:
     return require
 
 
-@functools.cache
-def _kind() -> table.DeviceKind:
-    return table.available_kind(cpu=env.flag("ACCELERATE_USE_CPU"))
-
-
-@functools.cache
-def _num_devices() -> int:
-    return table.count_devices(_kind())
-
-
 def _on(*names: str) -> bool:
-    return _kind().name in names
+    return torch_device in names
 
 
 def skip(test_case: Test) -> Test:
@@ -311,17 +301,19 @@ require_mps: Requirement = _requires("an MPS device", lambda: _on("mps"))
 require_tpu: Requirement = _requires("a TPU", lambda: _on("xla"))
 require_non_torch_xla: Requirement = _requires("another device than XLA", lambda: not _on("xla"))
 
-require_single_device: Requirement = _requires("one accelerator", lambda: not _on("cpu") and _num_devices() == 1)
-require_single_gpu: Requirement = _requires("one GPU", lambda: _on("cuda") and _num_devices() == 1)
-require_single_xpu: Requirement = _requires("one XPU", lambda: _on("xpu") and _num_devices() == 1)
-require_multi_device: Requirement = _requires("several accelerators", lambda: _num_devices() > 1)
-require_multi_gpu: Requirement = _requires("several GPUs", lambda: _on("cuda") and _num_devices() > 1)
-require_multi_xpu: Requirement = _requires("several XPUs", lambda: _on("xpu") and _num_devices() > 1)
+require_single_device: Requirement = _requires("one accelerator", lambda: not _on("cpu") and device_count == 1)
+require_single_gpu: Requirement = _requires("one GPU", lambda: _on("cuda") and device_count == 1)
+require_single_xpu: Requirement = _requires("one XPU", lambda: _on("xpu") and device_count == 1)
+require_multi_device: Requirement = _requires("several accelerators", lambda: device_count > 1)
+require_multi_gpu: Requirement = _requires("several GPUs", lambda: _on("cuda") and device_count > 1)
+require_multi_xpu: Requirement = _requires("several XPUs", lambda: _on("xpu") and device_count > 1)
 require_multi_gpu_or_xpu: Requirement = _requires(
-    "several GPUs or XPUs", lambda: _on("cuda", "xpu") and _num_devices() > 1
+    "several GPUs or XPUs", lambda: _on("cuda", "xpu") and device_count > 1
 )
 
-require_fp16: Requirement = _requires("float16", lambda: _kind().supports_fp16())
+require_fp16: Requirement = _requires(
+    "float16", lambda: table.available_kind(cpu=env.flag("ACCELERATE_USE_CPU")).supports_fp16()
+)
 require_fp8: Requirement = _requires(
     "8-bit floats",
     lambda: (optional.is_torchao_available() or optional.is_transformer_engine_available()) and _on("cuda", "hpu"),
