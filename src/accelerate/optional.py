@@ -22,7 +22,6 @@ Result = TypeVar("Result")
 #: Import name -> names of the distributions that provide it, if they differ from the import name.
 _DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
     "PIL": ("pillow",),
-    "amdsmi": ("amdsmi",),
     "comet_ml": ("comet-ml",),
     "import_timer": ("import-timer",),
     "lomo_optim": ("lomo-optim",),
@@ -30,8 +29,6 @@ _DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "msamp": ("ms-amp",),
     "pynvml": ("nvidia-ml-py", "pynvml"),
-    "schedulefree": ("schedulefree",),
-    "tensorboardX": ("tensorboardX",),
     "transformer_engine": ("transformer-engine", "transformer_engine"),
     "yaml": ("PyYAML",),
 }
