@@ -504,26 +504,18 @@ def attach_layerwise_casting_hooks(
     classes.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
-    _cast_layers(module, storage_dtype, compute_dtype, patterns, skip_modules_classes or (), non_blocking, "")
+    classes = skip_modules_classes or ()
 
+    def cast(layer: nn.Module, name: str) -> None:
+        if isinstance(layer, classes) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(layer, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            return
+        for own, child in layer.named_children():
+            cast(child, f"{name}.{own}" if name else own)
 
-def _cast_layers(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    patterns: list[str],
-    classes: type[nn.Module] | tuple[type[nn.Module], ...],
-    non_blocking: bool,
-    name: str,
-) -> None:
-    if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):
-        return
-    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
-        add_hook_to_module(module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
-        return
-    for own, child in module.named_children():
-        path = f"{name}.{own}" if name else own
-        _cast_layers(child, storage_dtype, compute_dtype, patterns, classes, non_blocking, path)
+    cast(module, "")
 
 
 __all__ = [
