@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from accelerate.distributed.collectives import (
@@ -58,21 +56,12 @@ def test_pad_across_processes(state: PartialState) -> None:
         assert padded.tolist() == [*range(state.num_processes), 0], padded
 
 
-def test_reduce_sum(state: PartialState) -> None:
-    """Check the element-wise sum over ranks."""
-    _check_reduce(state, "sum", 1)
-
-
-def test_reduce_mean(state: PartialState) -> None:
-    """Check the element-wise mean over ranks."""
-    _check_reduce(state, "mean", state.num_processes)
-
-
-def _check_reduce(state: PartialState, reduction: Literal["sum", "mean"], divisor: int) -> None:
+def test_reduce(state: PartialState) -> None:
+    """Check the element-wise sum and mean over ranks."""
     count = state.num_processes
-    reduced = reduce(create_tensor(state), reduction)
-    expected = torch.arange(1.0, count**2 + 1).view(count, count).sum(0) / divisor
-    assert torch.allclose(reduced.cpu(), expected), (reduced, expected)
+    expected = torch.arange(1.0, count**2 + 1).view(count, count)
+    torch.testing.assert_close(reduce(create_tensor(state), "sum").cpu(), expected.sum(0))
+    torch.testing.assert_close(reduce(create_tensor(state), "mean").cpu(), expected.mean(0))
 
 
 def test_copy_tensor_to_devices(state: PartialState) -> None:
@@ -96,8 +85,7 @@ def main() -> None:
         test_gather_non_contiguous,
         test_broadcast,
         test_pad_across_processes,
-        test_reduce_sum,
-        test_reduce_mean,
+        test_reduce,
         test_copy_tensor_to_devices,
         test_concatenate,
     ):
