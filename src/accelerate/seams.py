@@ -7,12 +7,17 @@ adds. Without its folder, the core and all other guests work as before.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib
+import os
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import PathFinder
 from typing import Any, Final, Protocol, TypeVar, final
 
 from .errors import SettingError
@@ -389,10 +394,23 @@ def members() -> dict[str, str]:
 
 def guests_of_others() -> Iterator[Guest]:
     """Yield the guests of other distributions, found by their entry points."""
-    from importlib.metadata import entry_points
+    finders = (finder for finder in sys.meta_path if finder is not PathFinder)
+    if any(map(_may_have_guests, sys.path)) or any(getattr(finder, "find_distributions", None) for finder in finders):
+        from importlib.metadata import entry_points  # its import and its parser take longer than the whole help
 
-    for entry in entry_points(group=_GROUP):
-        yield entry.load()
+        for entry in entry_points(group=_GROUP):
+            yield entry.load()
+
+
+def _may_have_guests(folder: str) -> bool:
+    """Return whether a distribution in this entry of `sys.path` names guests; True for an archive, not looked into."""
+    if os.path.isfile(folder):
+        return True
+    for path in glob.iglob(os.path.join(glob.escape(folder), "*-[iI][nN][fF][oO]", "entry_points.txt")):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if _GROUP.encode() in file.read():
+                return True
+    return False
 
 
 def load(target: str) -> Any:

@@ -190,7 +190,8 @@ def test_a_model_that_came_sharded_is_refused_without_its_guest(tmp_path: Path) 
     assert ran.returncode == 0 and "FSDPLinear came sharded: the part of accelerate" in ran.stdout, ran.stderr
 
 
-def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path, is_archive: bool) -> None:
     (tmp_path / "visitor.py").write_text(
         "from accelerate.seams import Command, Guest\n"
         "GUEST = Guest(commands=(Command('greet', 'visitor', 'parser', 'Greet.'),))\n"
@@ -200,7 +201,8 @@ def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path) -> Non
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: visitor\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[accelerate.guests]\nvisitor = visitor:GUEST\n")
-    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
+    source = Path(shutil.make_archive(str(tmp_path.with_suffix("")), "zip", tmp_path)) if is_archive else tmp_path
+    environment = {**os.environ, "PYTHONPATH": python_path(source)}
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     ran = subprocess.run([*command, "greet", "you"], env=environment, capture_output=True, text=True, timeout=100)
     assert (ran.returncode, ran.stdout.strip()) == (7, "hello you"), ran.stderr
