@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Protocol, final
 from ..errors import AccelerateError, SettingError
 from ..launch.arguments import PER_DEVICE
 from ..settings import file
-from ..settings.option import OptionInfo, Source, nearest
+from ..settings.option import OptionInfo, Source, nearest, spellings
 from .help_text import command_help, full_help, own_options, short_help
 
 
@@ -216,16 +216,6 @@ def _processes_per_machine(text: str) -> int | str:
         f"`{text}` (flag --nproc_per_node) is no number of processes. Give 1 or more, or {' or '.join(PER_DEVICE)} for "
         "one per device."
     )
-
-
-def spellings(*names: str) -> tuple[str, ...]:
-    """Return each name with ``_`` and with ``-``."""
-    found: list[str] = []
-    for name in names:
-        for spelling in (name, name[:2] + name[2:].replace("_", "-"), name[:2] + name[2:].replace("-", "_")):
-            if spelling not in found:
-                found.append(spelling)
-    return tuple(found)
 
 
 def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:

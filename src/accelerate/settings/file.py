@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -18,7 +17,7 @@ from .document import (
     without_locations,
 )
 from .fsdp import ONLY_VERSION_1
-from .option import OptionInfo, option_of
+from .option import OptionInfo, option_of, plain
 from .run import collect
 from .tree import GROUPS, Settings
 
@@ -127,6 +126,4 @@ def _is_left_out(settings: Settings, address: str) -> bool:
 
 def _plain(value: object) -> object:
     """Convert the value for YAML: enums by value, tuples as lists."""
-    if isinstance(value, Enum):
-        return value.value if isinstance(value.value, str) else value.name
-    return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
+    return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else plain(value)

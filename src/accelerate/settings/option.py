@@ -98,12 +98,7 @@ class OptionInfo:
     @property
     def flags(self) -> tuple[str, ...]:
         """All spellings of the flag: with `_`, with `-`, and the short ones."""
-        spellings: list[str] = []
-        for flag in ((self.flag,) if self.flag else ()) + self.flag_aliases:
-            for spelling in (flag, flag[:2] + flag[2:].replace("_", "-")):
-                if spelling not in spellings:
-                    spellings.append(spelling)
-        return tuple(spellings)
+        return spellings(*filter(None, (self.flag, *self.flag_aliases)))
 
     @property
     def dest(self) -> str | None:
@@ -125,20 +120,9 @@ class OptionInfo:
 
     def legal(self) -> str:
         """Describe the legal values for error messages and help."""
-        if self.kind == "bool":
-            return "true or false (also yes/no, on/off, 1/0)"
         if self.choices is not None:
             return ", ".join(self.choices)
-        words = {
-            "int": "a whole number",
-            "float": "a number",
-            "str": "text",
-            "list": "a comma-separated list",
-            "mapping": "a mapping",
-            "switches": "three comma-separated booleans, such as false,false,false",
-            "document": "a path, or the document itself",
-            "object": "a Python object",
-        }[self.kind]
+        _, words = _KINDS[self.kind]
         if self.minimum is not None:
             words += f", at least {self.minimum:g}"
         if self.maximum is not None:
@@ -154,8 +138,7 @@ class OptionInfo:
         """
         if raw is None:
             return None
-        if isinstance(raw, Enum):
-            raw = raw.value if isinstance(raw.value, str) else raw.name
+        raw = plain(raw)
         if isinstance(raw, str):
             raw = raw.strip() if self.choices is not None or self.kind not in ("str", "document") else raw
             if raw == "" or raw.lower() in self.unset:
@@ -165,7 +148,7 @@ class OptionInfo:
         elif str(raw).lower() in self.aliases:
             return self.aliases[str(raw).lower()]
         try:
-            value = _READERS[self.kind](raw)
+            value = _KINDS[self.kind][0](raw)
         except (ValueError, TypeError, OverflowError):
             raise self.error_of(raw, source) from None
         if self.choices is not None:
@@ -222,8 +205,7 @@ class OptionInfo:
         """Return the text that `read` converts back to `value`; None for a Python object without one."""
         if value is None:
             return None
-        if isinstance(value, Enum):
-            value = value.value if isinstance(value.value, str) else value.name
+        value = plain(value)
         if isinstance(value, bool):
             return "true" if value else "false"
         if isinstance(value, (int, str)):
@@ -284,34 +266,8 @@ def option(
     Names that are left out are derived from the field's name (or `stem`) and the prefixes of its group; None means that
     there is none. `flag`, `key` and `env` given here are whole names, without the group's prefix.
     """
-    spec = {
-        "default": default,
-        "factory": factory,
-        "help": help,
-        "kind": kind,
-        "stem": stem,
-        "env": env,
-        "section": section,
-        "key": key,
-        "key_aliases": key_aliases,
-        "flag": flag,
-        "flag_aliases": flag_aliases,
-        "off_flag": off_flag,
-        "choices": None if choices is None else tuple(_text(choice) for choice in choices),
-        "aliases": dict(aliases or {}),
-        "unset": unset,
-        "minimum": minimum,
-        "maximum": maximum,
-        "launch_default": launch_default,
-        "flag_default": (False if switch else None) if flag_default is ... else flag_default,
-        "question": question,
-        "switch": switch,
-        "repeat": repeat,
-        "secret": secret,
-        "quiet": quiet,
-        "guest": guest,
-    }
-    return field(default=None, metadata={_SPEC: spec})
+    declared = locals()  # all arguments, by name
+    return field(default=None, metadata={_SPEC: declared})
 
 
 if TYPE_CHECKING:
@@ -407,6 +363,12 @@ def option_of(cls: type[OptionGroup], name: str) -> OptionInfo:
     raise KeyError(name)
 
 
+def spellings(*names: str) -> tuple[str, ...]:
+    """Return each name with ``_`` and with ``-``."""
+    each = ((name, name[:2] + name[2:].replace("_", "-"), name[:2] + name[2:].replace("-", "_")) for name in names)
+    return tuple(dict.fromkeys(spelling for three in each for spelling in three))
+
+
 def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the candidate that somebody who typed `word` most likely meant; None when none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
@@ -428,8 +390,11 @@ def parse_bool(text: object) -> bool:
     raise ValueError(f"{text!r} is not a boolean: say one of {', '.join(TRUE_WORDS + FALSE_WORDS)}")
 
 
-def _text(choice: object) -> str:
-    return str(choice.value) if isinstance(choice, Enum) else str(choice)
+def plain(value: object) -> object:
+    """Return the value; for a member of an enum its text: the value, or the name if the value is no text."""
+    if isinstance(value, Enum):
+        return value.value if isinstance(value.value, str) else value.name
+    return value
 
 
 def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupInfo) -> OptionInfo:
@@ -444,19 +409,22 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
         key = group.key + stem if group.key is not None and outside else None
     if flag is ...:
         flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
-    names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "flag_default", "question")
-    more = ("switch", "repeat", "secret", "quiet", "guest", "key_aliases", "flag_aliases", "off_flag")
-    return OptionInfo(
-        name=name,
-        group=group.title,
-        kind=kind,
-        default=spec["factory"]() if spec["factory"] else spec["default"],
-        env=() if env is None else (env,) if isinstance(env, str) else env,
-        section=group.section if section is ... else section,
-        key=key,
-        flag=flag,
-        **{each: spec[each] for each in (*names, *more)},
-    )
+    choices, flag_default = spec["choices"], spec["flag_default"]
+    resolved = {
+        "name": name,
+        "group": group.title,
+        "kind": kind,
+        "default": spec["factory"]() if spec["factory"] else spec["default"],
+        "env": () if env is None else (env,) if isinstance(env, str) else env,
+        "section": group.section if section is ... else section,
+        "key": key,
+        "flag": flag,
+        "flag_default": (False if spec["switch"] else None) if flag_default is ... else flag_default,
+        "aliases": dict(spec["aliases"] or {}),
+        "choices": None if choices is None else tuple(str(plain(choice)) for choice in choices),
+    }
+    declared = {each: value for each, value in spec.items() if each not in ("factory", "stem")}
+    return OptionInfo(**(declared | resolved))
 
 
 def _kind(annotation: str) -> Kind:
@@ -527,18 +495,15 @@ def _read_document(raw: object) -> object:
     return raw
 
 
-def _read_object(raw: object) -> object:
-    return raw
-
-
-_READERS: Final[dict[Kind, Callable[[object], Any]]] = {
-    "bool": parse_bool,
-    "int": _read_int,
-    "float": _read_float,
-    "str": _read_text,
-    "list": _read_list,
-    "mapping": _read_mapping,
-    "switches": _read_switches,
-    "document": _read_document,
-    "object": _read_object,
+#: By kind: the function that reads such a value, and what is legal.
+_KINDS: Final[dict[Kind, tuple[Callable[[object], Any], str]]] = {
+    "bool": (parse_bool, "true or false (also yes/no, on/off, 1/0)"),
+    "int": (_read_int, "a whole number"),
+    "float": (_read_float, "a number"),
+    "str": (_read_text, "text"),
+    "list": (_read_list, "a comma-separated list"),
+    "mapping": (_read_mapping, "a mapping"),
+    "switches": (_read_switches, "three comma-separated booleans, such as false,false,false"),
+    "document": (_read_document, "a path, or the document itself"),
+    "object": (lambda raw: raw, "a Python object"),
 }
