@@ -15,8 +15,20 @@ MSAMP_IS_GONE = (
 )
 
 
+class _Fp8Group(
+    OptionGroup,
+    title="fp8",
+    env="ACCELERATE_FP8_",
+    section="fp8_config",
+    key="",
+    flag="fp8_",
+    parses_defaults=True,
+):
+    """The title of these groups, the prefixes of their names, and how their flags parse."""
+
+
 @option_group
-class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
+class AoOptions(_Fp8Group):
     """Options of fp8 by torchao."""
 
     config: Any = option(None, "A torchao Float8LinearConfig.", kind="object")
@@ -25,18 +37,16 @@ class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         True,
         "Pad the inner dimension of linear layers to a multiple of 16.",
         question="Do you want to pad the inner dimension of weight matrices before float8 matmuls?",
-        flag_default=True,
     )
     enable_fsdp_float8_all_gather: bool = option(
         True,
         "Gather sharded parameters in fp8.",
         question="Do you want to enable FSDP2 float8 all gather?",
-        flag_default=True,
     )
 
 
 @option_group
-class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
+class TeOptions(_Fp8Group):
     """Options of fp8 by Transformer Engine."""
 
     use_autocast_during_eval: bool = option(
@@ -49,14 +59,12 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         0,
         "The margin of the gradient scaling.",
         question="What margin should be used for gradient scaling?",
-        flag_default=0,
     )
     interval: int = option(
         1,
         "The steps between two computations of the scaling factors.",
         minimum=1,
         question="What interval should be used for for how often the scaling factor is recomputed?",
-        flag_default=1,
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = option(
         "HYBRID",
@@ -67,7 +75,6 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("format",),
         choices=("HYBRID", "E4M3", "E5M2"),
         question="Which weight format should be used?",
-        flag_default="HYBRID",
     )
     amax_history_len: int = option(
         1024,
@@ -75,7 +82,6 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("amax_history_length",),
         minimum=1,
         question="What length of history should be used for the amax scaling factor computation?",
-        flag_default=1024,
     )
     amax_compute_algo: Literal["most_recent", "max"] = option(
         "most_recent",
@@ -83,7 +89,6 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("amax_compute_algorithm",),
         choices=("most_recent", "max"),
         question="Which algorithm should be used for the amax scaling factor computation?",
-        flag_default="most_recent",
     )
     override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
@@ -94,13 +99,12 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
             "ACCELERATE_FP8_OVERRIDE_WGRAD",
         ),
         question="Should fprop, dgrad and wgrad GEMMs be executed in higher precision?",
-        flag_default=(False, False, False),
     )
     use_mxfp8_block_scaling: bool = option(False, "Scale in blocks (MXFP8).", flag=None)
 
 
 @option_group
-class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
+class MsampOptions(_Fp8Group):
     """Options of fp8 by MS-AMP, which isn't supported any more."""
 
     opt_level: Literal["O1", "O2"] = option(
@@ -109,21 +113,11 @@ class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8
         key_aliases=("optimization_level",),
         choices=("O1", "O2"),
         question="What level of 8-bit collective communication would you like to use?",
-        flag_default="O2",
     )
 
 
 @option_group
-class Fp8Options(
-    MsampOptions,
-    TeOptions,
-    AoOptions,
-    title="fp8",
-    env="ACCELERATE_FP8_",
-    section="fp8_config",
-    key="",
-    flag="fp8_",
-):
+class Fp8Options(MsampOptions, TeOptions, AoOptions):
     """The library that does fp8, and the options of each of them."""
 
     backend: str = option(
@@ -131,4 +125,5 @@ class Fp8Options(
         "The library that does fp8 arithmetic; NO: the first one that is installed.",
         choices=FP8_BACKENDS,
         question="Which FP8 backend do you want to use?",
+        flag_default=None,
     )

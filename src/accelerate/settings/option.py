@@ -223,14 +223,14 @@ class OptionInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """The title, help and prefixes that the options of one class share."""
+    """The title and prefixes that the options of one class share."""
 
     title: str = ""
-    help: str = ""
     env: str | None = None
     section: str | None = None
     key: str | None = None
     flag: str | None = None
+    parses_defaults: bool = False  # the parsed command line holds the defaults of flags that were left out
 
 
 def option(
@@ -284,7 +284,7 @@ else:
 
 @option_group
 class OptionGroup:
-    """A dataclass of options; the class keywords (`title, env, section, key, flag`) are what they share."""
+    """A dataclass of options; the class keywords are what they share (`GroupInfo`)."""
 
     option_group: ClassVar[GroupInfo] = GroupInfo()
     own_options: ClassVar[dict[str, OptionInfo]] = {}
@@ -293,16 +293,16 @@ class OptionGroup:
         cls,
         *,
         title: str | None = None,
-        help: str = "",
         env: str | None = None,
         section: str | None = None,
         key: str | None = None,
         flag: str | None = None,
+        parses_defaults: bool = False,
         **other: object,
     ) -> None:
         super().__init_subclass__(**other)
         if title is not None:
-            cls.option_group = GroupInfo(title, help, env, section, key, flag)
+            cls.option_group = GroupInfo(title, env, section, key, flag, parses_defaults)
         cls.own_options = {}
         # the dataclass decorator runs after this: the fields' defaults can still be decided here
         for name, value in list(vars(cls).items()):
@@ -409,17 +409,20 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
         key = group.key + stem if group.key is not None and outside else None
     if flag is ...:
         flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
+    default = spec["factory"]() if spec["factory"] else spec["default"]
     choices, flag_default = spec["choices"], spec["flag_default"]
+    if flag_default is ...:
+        flag_default = False if spec["switch"] else default if group.parses_defaults else None
     resolved = {
         "name": name,
         "group": group.title,
         "kind": kind,
-        "default": spec["factory"]() if spec["factory"] else spec["default"],
+        "default": default,
         "env": () if env is None else (env,) if isinstance(env, str) else env,
         "section": group.section if section is ... else section,
         "key": key,
         "flag": flag,
-        "flag_default": (False if spec["switch"] else None) if flag_default is ... else flag_default,
+        "flag_default": flag_default,
         "aliases": dict(spec["aliases"] or {}),
         "choices": None if choices is None else tuple(str(plain(choice)) for choice in choices),
     }

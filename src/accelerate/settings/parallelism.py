@@ -9,15 +9,20 @@ from .option import OptionGroup, option, option_group
 ATTENTION_KINDS = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
-@option_group
-class ParallelismOptions(
+class _ParallelismGroup(
     OptionGroup,
     title="Parallelism",
     env="PARALLELISM_CONFIG_",
     section="parallelism_config",
     key="parallelism_config_",
     flag="parallelism_config_",
+    parses_defaults=True,
 ):
+    """The title of these groups, the prefixes of their names, and how their flags parse."""
+
+
+@option_group
+class ParallelismOptions(_ParallelismGroup):
     """The degree of each kind of parallelism; their product is the number of processes."""
 
     dp_replicate_size: int = option(
@@ -25,45 +30,37 @@ class ParallelismOptions(
         "How many copies of the model there are.",
         minimum=1,
         question="What is the data parallelism replicate size?",
-        flag_default=1,
     )
     dp_shard_size: int = option(
         1,
         "Over how many processes each copy is sharded.",
         minimum=1,
         question="What is the FSDP/HSDP data parallelism shard size?",
-        flag_default=1,
     )
     tp_size: int = option(
         1,
         "Over how many processes each layer is split.",
         minimum=1,
         question="What is the tensor parallelism size?",
-        flag_default=1,
     )
     cp_size: int = option(
         1,
         "Over how many processes each sequence is split (ring attention).",
         minimum=1,
         question="What is the context parallelism size?",
-        flag_default=1,
     )
-    cp_backend: Literal["torch"] = option(
-        "torch", "What implements context parallelism.", choices=("torch",), flag_default="torch"
-    )
+    cp_backend: Literal["torch"] = option("torch", "What implements context parallelism.", choices=("torch",))
     sp_size: int = option(
         1,
         "Over how many processes each sequence is split (Ulysses).",
         minimum=1,
         question="What is the sequence parallelism size?",
-        flag_default=1,
     )
     sp_backend: Literal["deepspeed", "torch"] = option(
         "deepspeed",
         "What implements sequence parallelism: DeepSpeed, or this package over torch.",
         choices=("deepspeed", "torch"),
         question="Which implementation of sequence parallelism do you want to use?",
-        flag_default="deepspeed",
     )
     tp_handler: Any = option(None, "More about tensor parallelism.", kind="object")
     cp_handler: Any = option(None, "More about context parallelism.", kind="object")
@@ -89,14 +86,7 @@ class TensorParallelOptions(OptionGroup, title="Parallelism"):
 
 
 @option_group
-class ContextParallelOptions(
-    OptionGroup,
-    title="Parallelism",
-    env="PARALLELISM_CONFIG_",
-    section="parallelism_config",
-    key="parallelism_config_",
-    flag="parallelism_config_",
-):
+class ContextParallelOptions(_ParallelismGroup):
     """Further options of context parallelism."""
 
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
@@ -104,23 +94,15 @@ class ContextParallelOptions(
         "How keys and values travel.",
         choices=("allgather", "alltoall"),
         question="What is the compute parallelism communication strategy?",
-        flag_default="allgather",
     )
 
 
 @option_group
-class SequenceParallelOptions(
-    OptionGroup,
-    title="Parallelism",
-    env="PARALLELISM_CONFIG_",
-    section="parallelism_config",
-    key="parallelism_config_",
-    flag="parallelism_config_",
-):
+class SequenceParallelOptions(_ParallelismGroup):
     """Further options of sequence parallelism."""
 
     sp_seq_length: int | None = option(None, "The sequence length, when it is always the same.", minimum=1)
-    sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.", flag_default=True)
+    sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.")
     sp_attn_implementation: str | None = option(
         None,
         "The model's attention: sdpa, flash_attention_2, flash_attention_3, or a flash kernel of the hub.",
