@@ -226,7 +226,7 @@ def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
             f"{settings.quote('fsdp.state_dict_type')} does not exist in {version}. "
             "Give FULL_STATE_DICT or SHARDED_STATE_DICT."
         )
-    unsharded = [name for name in ("sharding_strategy", "reshard_after_forward") if _is_no_shard(fsdp, name)]
+    unsharded = [name for name in ("sharding_strategy", "reshard_after_forward") if getattr(fsdp, name) == "NO_SHARD"]
     if unsharded:
         raise SettingError(
             f"{settings.quote(f'fsdp.{unsharded[0]}')} has no equal in {version}, which always shards. Leave FSDP out "
@@ -238,10 +238,6 @@ def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
             f"{settings.quote('fsdp.reshard_after_forward')} is a value of version 1, but there is {version}. "
             f"Give true or false; {fsdp.reshard_after_forward} is {meant}."
         )
-
-
-def _is_no_shard(fsdp: FsdpOptions, name: str) -> bool:
-    return getattr(fsdp, name) == "NO_SHARD"
 
 
 def _check_groups(settings: Settings) -> None:

@@ -196,35 +196,32 @@ class _Reader:
         name = f"{section}.{entry.key}"
         if name in OLD_KEYS:
             return [f"`{name}` ({entry.location}): {OLD_KEYS[name]}"]
-        near = nearest(entry.key, self.known[section], cutoff=0.85)
-        hint = self._elsewhere(entry.key, section) or (f"did you mean `{near}`?" if near else "")
+        hint = self._hint(entry.key, section, self.known[section], 0.85)
         if hint:
             raise SettingError(
-                f"{entry.location}: unknown key `{entry.key}` in `{section}`.{_sentence(hint)} Correct or remove it."
+                f"{entry.location}: unknown key `{entry.key}` in `{section}`.{hint} Correct or remove it."
             )
         return [] if section in _KEYS_OF_FILE else [f"`{name}` ({entry.location}): no option has this name"]
 
-    def _elsewhere(self, key: str, section: str | None) -> str:
+    def _hint(self, key: str, section: str | None, candidates: Iterable[str], cutoff: float) -> str:
+        """Return a sentence about what was probably meant by an unknown key, after a space; empty if there is none."""
         owners = (name for name, keys in self.known.items() if name and name != section and key in keys)
-        owner = next(owners, None)
-        return f"it belongs into the section `{owner}`" if owner else ""
+        if (owner := next(owners, None)) is not None:
+            return f" It belongs into the section `{owner}`."
+        near = nearest(key, candidates, cutoff=cutoff)
+        return f" Did you mean `{near}`?" if near else ""
 
     def _unknown_key_error(self, entry: Entry) -> SettingError:
         """Return the error for an unknown top-level key, which no release wrote."""
         sections = [name for name in self.known if name is not None]
         # all sections end alike, which alone doesn't make one the likely meaning
         cutoff = 0.8 if entry.key.endswith("_config") else 0.6
-        near = nearest(entry.key, [*self.known[None], *sections], cutoff=cutoff)
-        hint = self._elsewhere(entry.key, None) or (f"did you mean `{near}`?" if near else "")
+        hint = self._hint(entry.key, None, [*self.known[None], *sections], cutoff)
         keys = {option.key for _, option in self.known[None].values() if option.key}
         return SettingError(
-            f"{entry.location}: unknown key `{entry.key}`.{_sentence(hint)} Correct or remove it; a newer version of "
+            f"{entry.location}: unknown key `{entry.key}`.{hint} Correct or remove it; a newer version of "
             f"accelerate may know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
         )
-
-
-def _sentence(hint: str) -> str:
-    return f" {hint[0].upper()}{hint[1:].removesuffix('?')}{'?' if hint.endswith('?') else '.'}" if hint else ""
 
 
 def _spellings(group: str, option: OptionInfo) -> list[str]:

@@ -38,7 +38,13 @@ def read(name: str, default: str | None = None) -> str | None:
 def flag(name: str, default: bool = False) -> bool:
     """Return the variable as a boolean; `default` when it is unset or empty. Raises SettingError on other text."""
     text = _environment().get(name, "")
-    return default if text.strip() == "" else _parse_flag(name, text)
+    try:
+        return default if text.strip() == "" else parse_bool(text)
+    except ValueError:
+        raise SettingError(
+            f"Environment variable {name} is {text!r}, but it is a switch. "
+            "Say true or false (also yes/no, on/off, 1/0)."
+        ) from None
 
 
 def snapshot() -> dict[str, str]:
@@ -289,19 +295,18 @@ def _purging(function: Callable[..., Any]) -> Callable[..., object]:
 
         return purged_generator
 
-    @functools.wraps(function)
-    def purged(*args: object, **kwargs: object) -> object:
-        with _purged():
-            return function(*args, **kwargs)
+    return _purged()(function)
 
-    return purged
+
+def _purge_tests(cls: type) -> None:
+    for name, value in list(vars(cls).items()):
+        if name.startswith("test") and callable(value):
+            setattr(cls, name, _purging(value))
 
 
 def _purging_class(cls: type) -> type:
     """Make every test method of the class purge, also those that subclasses add; return the class."""
-    for name, value in list(vars(cls).items()):
-        if name.startswith("test") and callable(value):
-            setattr(cls, name, _purging(value))
+    _purge_tests(cls)
     inherited = cls.__dict__.get("__init_subclass__")
 
     def purge_subclass(subclass: type, **kwargs: object) -> None:
@@ -309,22 +314,10 @@ def _purging_class(cls: type) -> type:
             inherited.__func__(subclass, **kwargs)
         else:
             super(cls, subclass).__init_subclass__(**kwargs)
-        for name, value in list(vars(subclass).items()):
-            if name.startswith("test") and callable(value):
-                setattr(subclass, name, _purging(value))
+        _purge_tests(subclass)
 
     setattr(cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010
     return cls
-
-
-def _parse_flag(name: str, text: str) -> bool:
-    try:
-        return parse_bool(text)
-    except ValueError:
-        raise SettingError(
-            f"Environment variable {name} is {text!r}, but it is a switch. "
-            "Say true or false (also yes/no, on/off, 1/0)."
-        ) from None
 
 
 def _as_text(value: object) -> str:
