@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.settings.option import OptionInfo, options_of
-from accelerate.settings.run import launch_options_of
-from accelerate.settings.tree import GROUPS
+from accelerate.settings.tree import GROUPS, launch_options_of
 
 
 def prefixed(prefix: str, names: str) -> str:

@@ -25,8 +25,7 @@ from ..launch.streams import open_standard_descriptors
 from ..ports import claim_port, release_ports
 from ..seams import launch_flags, load
 from ..settings import env
-from ..settings.run import launch_options_of
-from ..settings.tree import Settings
+from ..settings.tree import Settings, launch_options_of
 from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import Any, Final
 from ..distributed.environment import in_batch_script
 from ..errors import SettingError
 from ..settings import env, file
+from ..settings.checks import check_launchable
 from ..settings.document import read_whole_layer
 from ..settings.option import options_of
-from ..settings.run import check_launchable, collect
+from ..settings.run import collect
 from ..settings.tree import PARADIGMS, Settings, launch_options_of
 from . import preflight
 from .plan import Program

@@ -17,9 +17,9 @@ from .document import (
     without_locations,
 )
 from .fsdp import ONLY_VERSION_1
-from .option import OptionInfo, option_of, plain
+from .option import OptionInfo, plain
 from .run import collect
-from .tree import GROUPS, Settings
+from .tree import Settings, option_at
 
 __all__ = ["ConfigFileNotFound", "default_config_file", "load", "parse", "read", "save", "to_document"]
 
@@ -89,12 +89,10 @@ def to_document(settings: Settings) -> dict[str, Any]:
     addresses = list(ALWAYS_SAVED)
     addresses += [f"{group}.{option.name}" for group, option in options_with_groups() if option.key is not None]
     for address in dict.fromkeys(addresses):
-        group, _, name = address.partition(".")
-        options = getattr(settings, group)
-        option = option_of(GROUPS[group], name)
+        options, option = getattr(settings, address.partition(".")[0]), option_at(address)
         if options is None or option.secret or option.key is None or _is_left_out(settings, address):
             continue
-        value = _plain(getattr(options, name))
+        value = _plain(getattr(options, option.name))
         if option.kind == "list" and option.env and value:
             value = option.write(value)  # a list that may come from a variable is text in files too
         is_default = value == _plain(_default(settings, option)) and not settings.was_given(address)

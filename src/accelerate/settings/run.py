@@ -9,24 +9,22 @@ from typing import Any, Final, cast
 
 from ..errors import SettingError
 from . import env
-from .checks import check, check_launchable, check_world
+from .checks import check
 from .document import FOREIGN, WARNINGS, read_layer
 from .fp8 import AoOptions, MsampOptions, TeOptions
 from .fsdp import HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS, FsdpOptions
-from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from .option import DEFAULT, OptionGroup, Source, options_of
 from .run_options import ParadigmOptions
-from .tree import CONDITIONS, ENGINES, GROUPS, PARADIGMS, ROWS, Layer, Settings, encode_settings, launch_options_of
-
-__all__ = [
-    "Settings",
-    "Source",
-    "check",
-    "check_launchable",
-    "check_world",
-    "collect",
-    "encode_settings",
-    "launch_options_of",
-]
+from .tree import (
+    CONDITIONS,
+    ENGINES,
+    GROUPS,
+    PARADIGMS,
+    ROWS,
+    Layer,
+    Settings,
+    option_at,
+)
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {
@@ -129,7 +127,7 @@ def _argument_layer(arguments: Mapping[str, object], given: Mapping[str, tuple[O
         if value is None or (argument in CONSTRUCTOR_DEFAULTS and value == CONSTRUCTOR_DEFAULTS[argument]):
             continue
         source = Source("argument", argument)
-        layer[address] = (_info(address).read(value, source), source)
+        layer[address] = (option_at(address).read(value, source), source)
     if arguments.get("fp16"):
         layer.setdefault("run.mixed_precision", ("fp16", Source("argument", "fp16")))
     for group, (_, argument) in given.items():
@@ -353,10 +351,10 @@ def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
     _, flags, file, _ = layers
     unused: dict[str, list[str]] = {}
     for address, (_, source) in (*flags.items(), *file.items()):
-        group, _, name = address.partition(".")
+        group = address.partition(".")[0]
         if group not in GROUPS or _is_used(group, settings) or group == "sagemaker":
             continue
-        option = option_of(GROUPS[group], name)
+        option = option_at(address)
         if option.key is None and option.flag is None:
             continue  # derived from the file, not written in it
         shared = source.kind == "flag" and any(
@@ -446,8 +444,3 @@ def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> Non
                 f"{settings.quote('run.mixed_precision')}. "
                 "Give `mixed_precision='fp8'`, or leave the handler out."
             )
-
-
-def _info(address: str) -> OptionInfo:
-    group, _, name = address.partition(".")
-    return option_of(GROUPS[group], name)

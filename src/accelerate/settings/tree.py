@@ -72,6 +72,12 @@ PARADIGMS: Final = {paradigm: row.condition for paradigm, row in ENGINES.items()
 _Options = TypeVar("_Options", bound=OptionGroup)
 
 
+def option_at(address: str) -> OptionInfo:
+    """Return the declaration of "group.option"; raise KeyError when there is none."""
+    group, _, name = address.partition(".")
+    return option_of(GROUPS[group], name)
+
+
 def _unconditional_of_guests() -> dict[str, OptionGroup]:
     return {row.name: row.options() for row in _OF_GUESTS.values() if not row.condition}
 
@@ -167,8 +173,7 @@ class Settings:
     def address_of(self, name: str) -> str:
         """Return the option's full name, "group.option"; raise KeyError when there is none."""
         if "." in name:
-            group, _, bare = name.partition(".")
-            option_of(GROUPS[group], bare)
+            option_at(name)
             return name
         for group, cls in GROUPS.items():
             if any(option.name == name for option in options_of(cls)):
@@ -177,8 +182,7 @@ class Settings:
 
     def option_at(self, name: str) -> OptionInfo:
         """Return the declaration of "group.option"."""
-        group, _, bare = self.address_of(name).partition(".")
-        return option_of(GROUPS[group], bare)
+        return option_at(self.address_of(name))
 
     def was_given(self, name: str) -> bool:
         """Return whether somebody gave the value, so that it is not a default."""
@@ -196,13 +200,6 @@ class Settings:
         value = option.default if options is None else getattr(options, bare)
         shown = "***" if option.secret else option.write(value) or repr(value)
         return f"`{option.spell(shown, source)}` ({source})"
-
-    def value_of(self, option: OptionInfo) -> Any:
-        """Return the value of an option from any group; its default if the group is not in use."""
-        for group, options in self.groups():
-            if option in options_of(GROUPS[group]):
-                return getattr(options, option.name)
-        return option.default
 
     def values_of_flags(self) -> dict[str, Any]:
         """Return the values of all given launch flags, and of those that every launch decides.
@@ -247,7 +244,7 @@ class Explanation(list[tuple[str, str, Any, Source]]):
 
 
 def _flag_or_address(group: str, name: str) -> str:
-    option = option_of(GROUPS[group], name)
+    option = option_at(f"{group}.{name}")
     return option.flag or option.key or f"{group}.{name}"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.commands.main import commands
 from accelerate.guests.completion.command import SHELLS, main, script
-from accelerate.settings.run import launch_options_of
+from accelerate.settings.tree import launch_options_of
 
 
 def complete(*words: str) -> list[str]:

@@ -28,7 +28,7 @@ from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.preflight import Host, check_cheap
 from accelerate.optional import can_be_found, installed_version
 from accelerate.ports import get_free_port
-from accelerate.settings.run import launch_options_of
+from accelerate.settings.tree import launch_options_of
 from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from accelerate.errors import SettingError
 from accelerate.guests.deepspeed.options import DeepSpeedOptions
 from accelerate.guests.megatron.options import MegatronOptions
+from accelerate.settings.checks import check_launchable, check_world
 from accelerate.settings.fp8 import TeOptions
 from accelerate.settings.fsdp import FsdpOptions
 from accelerate.settings.option import Source, options_of
 from accelerate.settings.parallelism import ContextParallelOptions, ParallelismOptions
-from accelerate.settings.run import Settings, check_launchable, check_world, collect, encode_settings, launch_options_of
+from accelerate.settings.run import collect
 from accelerate.settings.training import AccumulationOptions, DynamoOptions
-from accelerate.settings.tree import GROUPS
+from accelerate.settings.tree import GROUPS, Settings, encode_settings, launch_options_of
 from tests.unit.settings.strategies import values
 
 PRECISIONS = ("no", "fp16", "bf16")
@@ -321,12 +322,6 @@ def test_launch_options_name_each_flag_once() -> None:
     flags = [option.flag for option in launch_options_of()]
     assert len(flags) == len(set(flags))
     assert {"--cpu", "--num_processes", "--fsdp_offload_params", "--aws_access_key_id"} <= set(flags)
-
-
-def test_value_of_an_option_whose_group_is_off_is_its_default() -> None:
-    option = next(option for option in launch_options_of() if option.flag == "--zero_stage")
-    assert collect({}, {}).value_of(option) == 2
-    assert collect({}, {}, flags={"use_deepspeed": True, "zero_stage": 3}).value_of(option) == 3
 
 
 def test_several_machines_have_to_know_where_to_meet() -> None:

@@ -12,7 +12,7 @@ from ...commands.main import commands
 from ...commands.parser import Subparsers, command_parser, spellings
 from ...seams import load
 from ...settings.option import OptionInfo
-from ...settings.run import launch_options_of
+from ...settings.tree import launch_options_of
 
 SHELLS: Final = ("bash", "zsh", "fish")
 _SUBCOMMANDS: Final = {"config": "default update show", "completion": " ".join(SHELLS)}
