@@ -8,6 +8,7 @@ every rank, which then has a grace period, SIGUSR1 and SIGUSR2 without one. When
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -270,6 +271,10 @@ class Supervisor:
         """The signal from outside that ended the run, None if there was none."""
         return None if self._stop is None else self._stop.received
 
+    @property
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.is_running]
+
     # the run
 
     def run(self) -> int:
@@ -291,7 +296,7 @@ class Supervisor:
                 if self.losses is not None:
                     self.losses.begin(self._selector, reaper)
                 self._start_all(reaper)
-                while any(rank.is_running for rank in self._ranks):
+                while self._running:
                     self._wait(signals)
                     self._reap(reaper, memory)
                     self._advance_stop()
@@ -342,39 +347,35 @@ class Supervisor:
     ) -> tuple[list[OutputStream], int | None, int | None]:
         """Return the output streams to read here and the child's (stdout, stderr) descriptors, None to inherit."""
         logs, teed = self.plan.logs, self.plan.logs.teed(local_rank)
-        prefix = f"[{logs.role}{rank}]:"
-        streams: list[OutputStream] = []
-        stdout: int | None = None
         appends = any(before.rank == rank for before in self._ranks)  # to the log of the process that was lost
-        if logs.directory is not None or Stream.OUT in teed or self.show_out is not None:
-            ours, stdout = open_channel(1)
-            child_side.callback(os.close, stdout)
-            shown = prefix if Stream.OUT in teed else ""
-            show = self.show_out or (lambda data: write_all(1, data))
-            streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stdout"), appends=appends))
-        ours, stderr = open_channel(2)
-        child_side.callback(os.close, stderr)
-        shown = prefix if Stream.ERR in teed else ""
-        show = self.show_err or (lambda data: write_all(2, data))
-        streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stderr"), appends=appends))
-        return streams, stdout, stderr
+        streams: list[OutputStream] = []
+        of_child: list[int | None] = [None, None]
+        outputs = ((1, "stdout", Stream.OUT, self.show_out), (2, "stderr", Stream.ERR, self.show_err))
+        for index, (like, name, output, show) in enumerate(outputs):
+            prefix = f"[{logs.role}{rank}]:" if output in teed else ""
+            # the errors are always read here, for the report of a failure
+            if output is Stream.OUT and not prefix and logs.directory is None and show is None:
+                continue
+            ours, theirs = open_channel(like)
+            child_side.callback(os.close, theirs)
+            of_child[index] = theirs
+            show = show or functools.partial(write_all, like)
+            streams.append(OutputStream(ours, show, prefix=prefix, log=logs.file(rank, name), appends=appends))
+        return streams, of_child[0], of_child[1]
 
     def _wait(self, signals: int) -> None:
         """Wait until a rank writes or ends or a signal arrives, at most until the next deadline, and handle it."""
-        timeout: float | None = None
-        if any(rank.is_running and rank.pidfd is None for rank in self._ranks):
-            timeout = _POLL_SECONDS
-        if self._stop is not None:
-            left = max(0.0, self._stop.deadline - time.monotonic())
-            timeout = left if timeout is None else min(left, timeout)
-            timeout = min(timeout, OUTPUT_GRACE_SECONDS)
         streams = [stream for rank in self._ranks for stream in rank.streams]
+        waits: list[float] = []
+        if any(rank.pidfd is None for rank in self._running):
+            waits.append(_POLL_SECONDS)
+        if self._stop is not None:
+            waits += [self._stop.deadline - time.monotonic(), OUTPUT_GRACE_SECONDS]
         if self._straggler_report_at is not None:
-            left = max(0.0, self._straggler_report_at - time.monotonic())
-            timeout = left if timeout is None else min(left, timeout)
+            waits.append(self._straggler_report_at - time.monotonic())
         if any(stream.holds for stream in streams):
-            timeout = HOLD_SECONDS if timeout is None else min(timeout, HOLD_SECONDS)
-        for key, _ in self._selector.select(timeout):
+            waits.append(HOLD_SECONDS)
+        for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
             if key.fd == signals:
                 for number in os.read(signals, 64):
                     self._receive(number)
@@ -388,9 +389,7 @@ class Supervisor:
     def _reap(self, reaper: Reaper, memory: MemoryWatch) -> None:
         """Record the ranks that have ended, and begin to stop the others after a failure."""
         ended: list[Rank] = []
-        for rank in self._ranks:
-            if not rank.is_running:
-                continue
+        for rank in self._running:
             pid, status, usage = os.wait4(rank.pid, os.WNOHANG)
             if pid == 0:
                 continue
@@ -419,8 +418,8 @@ class Supervisor:
         plan = next(one for one in self.plan.environments(self.environment) if int(one["RANK"]) == rank.rank)
         code, may_go_on = rank.returncode or 0, bool(rank.returncode) and self._stop is None
         loss = self.losses.ended(rank.rank, code, plan, has_saved=self._is_preempted(rank), may_go_on=may_go_on)
-        for other in self._ranks:
-            if other.is_running and other.rank in loss.given_up:
+        for other in self._running:
+            if other.rank in loss.given_up:
                 other.is_given_up = True
                 other.kill_group()
         if not loss.goes_on:
@@ -442,7 +441,7 @@ class Supervisor:
         if self._straggler_report_at is None or now < self._straggler_report_at:
             return
         self._straggler_report_at = None
-        running = [rank.rank for rank in self._ranks if rank.is_running]
+        running = [rank.rank for rank in self._running]
         done = [rank.rank for rank in self._ranks if not rank.is_running]
         if self._stop is None and running:
             self._print(
@@ -458,7 +457,7 @@ class Supervisor:
         now = time.monotonic()
         if number in _NOTICES:
             self._print(
-                f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} process(es)."
+                f"accelerate launch: received {signal_name(number)}, passed on to {len(self._running)} process(es)."
             )
             for rank in self._ranks:
                 rank.send(number)
@@ -468,7 +467,7 @@ class Supervisor:
             return
         self._stop = _Stop(now + self.stop_grace_seconds, received=number, sent=True)
         self._print(
-            f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} process(es); "
+            f"accelerate launch: received {signal_name(number)}, passed on to {len(self._running)} process(es); "
             f"they have {self.stop_grace_seconds:.0f} s to finish. Send it again to kill them now."
         )
         self._signal_running(number)
@@ -480,20 +479,17 @@ class Supervisor:
             self._stop = _Stop(time.monotonic() + self.failure_grace_seconds, self._stop.received, sent=True)
             self._signal_running(signal.SIGTERM)
             return
-        for rank in self._ranks:
-            if rank.is_running:
-                rank.stopped_at = rank.stopped_at or time.monotonic()
-                rank.kill_group()
+        self._signal_running(signal.SIGKILL)
         self._stop.deadline = time.monotonic() + 1.0
 
     def _signal_running(self, number: int) -> None:
-        for rank in self._ranks:
-            if rank.is_running:
-                rank.stopped_at = rank.stopped_at or time.monotonic()
+        """Signal the ranks that run to stop; SIGKILL kills their process groups."""
+        for rank in self._running:
+            rank.stopped_at = rank.stopped_at or time.monotonic()
+            if number == signal.SIGKILL:
+                rank.kill_group()
+            else:
                 rank.send(number)
-
-    def _count_running(self) -> int:
-        return sum(rank.is_running for rank in self._ranks)
 
     # the end
 
@@ -559,11 +555,8 @@ class Supervisor:
         return int(bool(missed))
 
     def _print(self, text: str) -> None:
-        data = f"{text}\n".encode()
-        if self.show_err is not None:
-            self.show_err(data)
-        else:
-            write_all(2, data)
+        show = self.show_err or functools.partial(write_all, 2)
+        show(f"{text}\n".encode())
 
     def _close(self) -> None:
         self._selector.close()
