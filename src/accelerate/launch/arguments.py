@@ -160,8 +160,6 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
     if settings.cluster.preflight:
         return preflight.program_of(settings)
     target, arguments = str(args.training_script), tuple(str(argument) for argument in args.training_script_args)
-    if launch.module and launch.no_python:
-        raise SettingError("--module and --no_python contradict each other: give one of them.")
     if launch.module:
         return Program(target, arguments, "module")
     if launch.no_python:

@@ -7,6 +7,7 @@ import io
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -19,6 +20,7 @@ from typing import Any, final
 from ..devices import table
 from ..errors import LaunchError
 from ..optional import is_installed, require
+from ..settings import env
 from .supervisor import Starter, die_with_parent
 
 
@@ -71,10 +73,6 @@ def start_fork(function: Callable[..., object], args: Sequence[object], folder: 
 
 def _become_rank(environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
     """Set up the forked child as a rank: its signal handlers, environment, output descriptors and threads."""
-    import signal
-
-    from ..settings import env
-
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ function is pickled by value for them (cloudpickle), closures and the notebook's
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -14,26 +15,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..cores import num_cores, threads_per_rank
 from ..distributed.failures import report
 from ..errors import LaunchError, SettingError
 from ..optional import is_installed, require
 from ..ports import DEFAULT_PORT, claim_port, get_free_port, is_port_in_use, release_ports
+from ..settings import env
+from ..settings.run_options import PRECISIONS
 from .fork import PickledFunction, fork_is_safe, read_result, start_fork, write_function
 from .plan import LaunchPlan
 from .supervisor import Supervisor, start_command
-
-PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
 #: The world that a launch of one process, which runs in this interpreter, joined and left behind.
 _left_by_launch: object | None = None
 
 
-def plan_ranks(
-    num_processes: int, *, cpu: bool, mixed_precision: str, port: int, extra: Mapping[str, str] | None = None
-) -> LaunchPlan:
+def plan_ranks(num_processes: int, *, cpu: bool, mixed_precision: str, port: int) -> LaunchPlan:
     """Plan ``num_processes`` ranks of this host, started from this interpreter."""
     environment = {
         "ACCELERATE_MIXED_PRECISION": mixed_precision,
@@ -43,7 +42,6 @@ def plan_ranks(
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
-        **(extra or {}),
     }
     ranks = tuple({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes))
     return LaunchPlan(
@@ -62,15 +60,13 @@ def run_ranks(function: Callable[..., object], args: Sequence[object], plan: Lau
         LaunchError: a rank failed; the text is the report of the first cause.
         KeyboardInterrupt: the run was interrupted here; every rank has ended.
     """
-    from ..settings import env
-
     with tempfile.TemporaryDirectory(prefix="accelerate_ranks_") as name:
         folder = Path(name)
         if fork:
             start = start_fork(function, args, folder)
         else:
             write_function(folder, function, args)
-            start = start_command(_with_arguments(plan, folder))
+            start = start_command(dataclasses.replace(plan, argv=(*plan.argv, name)))
         base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if "OMP_NUM_THREADS" not in base:
             base["OMP_NUM_THREADS"] = str(threads_per_rank(len(plan.ranks), num_cores()))
@@ -84,12 +80,6 @@ def run_ranks(function: Callable[..., object], args: Sequence[object], plan: Lau
                 or f"The run ended with code {code}."
             )
         return [read_result(folder, rank) for rank in range(len(plan.ranks))]
-
-
-def _with_arguments(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    from dataclasses import replace
-
-    return replace(plan, argv=(*plan.argv, str(folder)))
 
 
 def _writer_to(name: str) -> Callable[[bytes], None] | None:
@@ -185,25 +175,25 @@ def notebook_launcher(
     if num_nodes > 1 or max_restarts > 0 or rdzv_backend != "static":
         from .torchrun import elastic_call
 
+        of_static = {"rank": node_rank} if rdzv_backend == "static" else {}
         by_value = not fork_is_safe() and is_installed("cloudpickle")
         results = elastic_call(
             PickledFunction(function) if by_value else function,
             args,
-            num_processes=num_processes,
             mixed_precision=mixed_precision.lower(),
-            endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            backend=rdzv_backend,
-            configuration=rdzv_conf or {},
+            min_nodes=num_nodes,
+            max_nodes=num_nodes,
+            nproc_per_node=num_processes,
             run_id=rdzv_id,
+            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+            rdzv_backend=rdzv_backend,
+            rdzv_configs={**(rdzv_conf or {}), **of_static},
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
         )
         return [require("cloudpickle").loads(result) for result in results] if by_value else results
     from ..devices.table import CPU, present
-    from ..settings import env
 
     found, _ = present()
     cpu = env.flag("ACCELERATE_USE_CPU") or found is CPU
@@ -232,7 +222,6 @@ def _port(use_port: str | int) -> int:
 
 def _call_here(function: Callable[..., object], args: Sequence[object], mixed_precision: str) -> Any:
     from ..devices.table import present
-    from ..settings import env
 
     name = present()[0].name
     print(f"Launching training on {'the CPU' if name == 'cpu' else f'one {name} device'}.")

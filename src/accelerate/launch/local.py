@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from ..errors import LaunchError
 from ..seams import members
+from ..settings import env
 from .engine import LOOPBACK, LaunchEngine, base_environment, count_processes, device_notes, logs_of, rendezvous_port
 from .plan import LaunchPlan, Program
 
@@ -54,7 +55,6 @@ class LocalProcesses(LaunchEngine):
 
     def run(self, plan: LaunchPlan) -> int:
         """Run all ranks and return 0 or the exit code of the first cause."""
-        from ..settings import env
         from .supervisor import supervise
 
         code, _ = supervise(plan, env.snapshot())
@@ -111,8 +111,6 @@ class OneProcess(LaunchEngine):
 
     def run(self, plan: LaunchPlan) -> int:
         """Run the program as a child process and return its exit code."""
-        from ..settings import env
-
         environment = next(iter(plan.environments(env.snapshot())))
         try:
             process = subprocess.Popen(plan.argv, env=environment, cwd=plan.cwd)
@@ -138,8 +136,6 @@ class OneProcess(LaunchEngine):
         """Replace this process by the program; where the system can't, run it as a child and return its exit code."""
         if sys.platform == "win32":
             return self.run(plan)
-        from ..settings import env
-
         environment = next(iter(plan.environments(env.snapshot())))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]  (started without it: `>&-`)

@@ -21,6 +21,7 @@ from ..cores import num_cores
 from ..distributed.environment import is_task
 from ..errors import SettingError, WorldError
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
+from ..settings import env
 from ..settings.tree import ROWS
 from ..wording import some_ranks
 from .plan import Program
@@ -245,7 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=16)
     args = parser.parse_args(argv)
     from ..distributed.world import join_world, leave_world
-    from ..settings import env
 
     started = time.monotonic()
     try:

@@ -111,19 +111,9 @@ def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tu
             f"num_machines={launch.num_machines} ({settings.source_of('launch.num_machines')}) needs the address of "
             "machine 0: give --main_process_ip (and --main_process_port, default 29500) on every machine."
         )
-    if launch.machine_rank >= launch.num_machines:
-        raise SettingError(
-            f"machine_rank={launch.machine_rank} ({settings.source_of('launch.machine_rank')}) is not below "
-            f"num_machines={launch.num_machines}. Machines are counted from 0."
-        )
     address = launch.main_process_ip or "127.0.0.1"
     port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
     notes: tuple[str, ...] = ()
-    if several and port == 0:
-        raise SettingError(
-            "main_process_port=0 chooses a free port, which the other machines couldn't know. Name one port, "
-            "the same on every machine."
-        )
     if (not several or launch.machine_rank == 0) and (port == 0 or host.is_busy(port)):
         if several:
             raise PortInUse(
@@ -225,9 +215,8 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
     failures: list[Failure] = []
     first = next(iter(found), None)  # the agent stopped the others because of it
     for rank, failure in found.items():
-        details = failure.error_file_data.get("message", {})
-        text = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
-        traceback = parse_traceback(text)
+        recorded = _recorded_by_rank(failure)
+        traceback = parse_traceback(recorded.get("py_callstack", ""))
         signals = (-signal.SIGTERM, -signal.SIGKILL) if traceback is not None else (-signal.SIGTERM,)
         is_agents = rank != first and failure.exitcode in signals  # without a traceback, SIGKILL may be the kernel's
         failures.append(
@@ -236,7 +225,7 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
                 host=socket.gethostname(),
                 pid=failure.pid,
                 returncode=failure.exitcode,
-                seconds=max(0.0, failure_time(failure) - started),
+                seconds=max(0.0, float(recorded.get("seconds", failure.timestamp)) - started),
                 traceback=traceback,
                 stopped=is_agents and traceback is None,
                 was_leaving=is_agents and traceback is not None,
@@ -258,30 +247,19 @@ def _stderr_log(error_file: str) -> Path | None:
     return log if log.is_file() else None
 
 
-def failure_time(failure: Any) -> float:
-    """Return when the rank failed, as exactly as its error file says."""
+def _recorded_by_rank(failure: Any) -> dict[str, Any]:
+    """Return the traceback and the time of the failure, as the rank wrote them to its error file; empty without any."""
     details = failure.error_file_data.get("message", {})
-    extra = details.get("extraInfo", {}) if isinstance(details, dict) else {}
-    return float(extra.get("seconds", failure.timestamp))
+    return details.get("extraInfo", {}) if isinstance(details, dict) else {}
 
 
 def elastic_call(
-    function: Callable[..., object],
-    args: Sequence[object],
-    *,
-    num_processes: int,
-    mixed_precision: str,
-    endpoint: str,
-    num_nodes: int,
-    node_rank: int,
-    backend: str,
-    configuration: Mapping[str, object],
-    run_id: str,
-    max_restarts: int,
-    monitor_interval: float,
-    log_line_prefix_template: str | None,
+    function: Callable[..., object], args: Sequence[object], *, mixed_precision: str, **options: Any
 ) -> list[Any]:
     """Run ``function(*args)`` on each rank of this host by torch's agent and return the results.
+
+    Args:
+        options: arguments of torch's ``LaunchConfig``.
 
     Raises:
         LaunchError: a rank failed for good; the text is the report of the first cause.
@@ -291,27 +269,12 @@ def elastic_call(
 
     from .fork import fork_is_safe
 
-    settings = {**configuration}
-    if backend == "static":
-        settings["rank"] = node_rank
-    config = LaunchConfig(
-        min_nodes=num_nodes,
-        max_nodes=num_nodes,
-        nproc_per_node=num_processes,
-        run_id=run_id,
-        rdzv_endpoint=endpoint,
-        rdzv_backend=backend,
-        rdzv_configs=settings,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        start_method="fork" if fork_is_safe() else "spawn",
-        log_line_prefix_template=log_line_prefix_template,
-    )
+    config = LaunchConfig(start_method="fork" if fork_is_safe() else "spawn", **options)
     with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision, FORK_LAUNCHED="1"):
         started = time.time()
         try:
             results = elastic_launch(config, function)(*args)
         except ChildFailedError as error:
             failures = failures_of(error.failures, started, EndRecords())
-            raise LaunchError(report(failures, num_processes * num_nodes)) from error
+            raise LaunchError(report(failures, config.nproc_per_node * config.max_nodes)) from error
     return [results[rank] for rank in sorted(results)]

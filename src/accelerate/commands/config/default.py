@@ -11,10 +11,9 @@ from ...errors import SettingError
 from ...settings import file
 from ...settings.option import Source
 from ...settings.run import collect
+from ...settings.run_options import PRECISIONS
 from ...settings.tree import Settings
 from ..parser import WHICH_FILE, Subparsers, command_parser, configuration_path, spellings
-
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def detected(mixed_precision: str) -> Settings:

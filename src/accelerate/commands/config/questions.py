@@ -21,7 +21,7 @@ from ...settings.launch_options import LaunchOptions, MpiOptions
 from ...settings.option import OptionGroup, Source, option_of, options_of
 from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
 from ...settings.run import collect
-from ...settings.run_options import RunOptions
+from ...settings.run_options import PRECISIONS, RunOptions
 from ...settings.training import DynamoOptions
 from ...settings.tree import ENGINES, GROUPS, PARADIGMS, Settings
 from .ask import Asker, Choice
@@ -35,8 +35,6 @@ COMPUTE_ENVIRONMENTS: Final = (
     Choice("LOCAL_MACHINE", "This machine"),
     Choice("AMAZON_SAGEMAKER", "AWS (Amazon SageMaker)"),
 )
-PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
-#: Distributed types that name an engine, not a machine.
 
 
 def machine_types(found: str = "") -> tuple[Choice[str], ...]:
