@@ -20,7 +20,6 @@ from .ask import Asker
 from .config_args import default_config_file, load_config_from_file
 from .default import default_command_parser
 from .questions import Questionnaire
-from .update import update_command_parser
 
 __all__ = [
     "config_args",
@@ -32,6 +31,28 @@ __all__ = [
     "main",
     "update_command_parser",
 ]
+
+
+def update_config(path: str | Path | None = None) -> Path:
+    """Load the file, write it again in today's spelling, and return its path."""
+    target = configuration_path(path, must_exist=True)
+    file.save(file.load(target), target)
+    return target
+
+
+def update_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate config update``."""
+    parser = command_parser(
+        "config update", "Rewrite a configuration file in today's spelling, with today's defaults.", subparsers
+    )
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to update. {WHICH_FILE}")
+    parser.set_defaults(func=update_config_command)
+    return parser
+
+
+def update_config_command(args: argparse.Namespace) -> None:
+    """Update the file and print its path."""
+    print(f"Updated the configuration at {update_config(args.config_file)}")
 
 
 def show_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
