@@ -6,12 +6,12 @@ is called. To add a vendor, add a row to `KINDS`.
 
 from __future__ import annotations
 
-import ast
 import functools
 import glob
 import importlib
 import importlib.util
 import platform
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -380,20 +380,12 @@ def _is_importable(extension: str) -> bool:
 
 @functools.cache
 def _torch_build() -> dict[str, object]:
-    """Return the constants in torch/version.py, read as text."""
+    """Return the constants in torch/version.py, which imports nothing of torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return {}
     file = Path(spec.origin).with_name("version.py")
-    if not file.is_file():
-        return {}
-    constants: dict[str, object] = {}
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            constants[target.id] = value.value
-    return constants
+    return runpy.run_path(str(file)) if file.is_file() else {}
 
 
 def _torch_is_built_for(names: str) -> bool:
@@ -419,7 +411,6 @@ def is_torch_xpu_tensor(tensor: object) -> bool:
     return getattr(getattr(tensor, "device", None), "type", None) == "xpu"
 
 
-@functools.cache
 @functools.cache
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device that can't compute in it."""

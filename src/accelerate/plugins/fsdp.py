@@ -349,24 +349,14 @@ def _torch_fsdp() -> Any:
 
 @functools.cache
 def _strategies() -> dict[str, torch_fsdp.ShardingStrategy]:
-    members = _torch_fsdp().ShardingStrategy
-    return {
-        "FULL_SHARD": members.FULL_SHARD,
-        "SHARD_GRAD_OP": members.SHARD_GRAD_OP,
-        "NO_SHARD": members.NO_SHARD,
-        "HYBRID_SHARD": members.HYBRID_SHARD,
-        "HYBRID_SHARD_ZERO2": hybrid_without_resharding(),
-    }
+    members = _torch_fsdp().ShardingStrategy.__members__
+    public = {name: member for name, member in members.items() if not name.startswith("_")}
+    return {**public, "HYBRID_SHARD_ZERO2": hybrid_without_resharding()}
 
 
 @functools.cache
 def _prefetches() -> dict[str, torch_fsdp.BackwardPrefetch | None]:
-    members = _torch_fsdp().BackwardPrefetch
-    return {
-        "BACKWARD_PRE": members.BACKWARD_PRE,
-        "BACKWARD_POST": members.BACKWARD_POST,
-        "NO_PREFETCH": None,
-    }
+    return {**_torch_fsdp().BackwardPrefetch.__members__, "NO_PREFETCH": None}
 
 
 @functools.cache
