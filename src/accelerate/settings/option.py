@@ -413,7 +413,7 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
     choices, flag_default = spec["choices"], spec["flag_default"]
     if flag_default is ...:
         flag_default = False if spec["switch"] else default if group.parses_defaults else None
-    resolved = {
+    resolved: dict[str, Any] = {
         "name": name,
         "group": group.title,
         "kind": kind,
