@@ -41,11 +41,7 @@ from .hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from .hooks.attach import (
-    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
-    attach_context_parallel_hooks,
-    refuse_recurrent_layers,
-)
+from .hooks.attach import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, attach_context_parallel_hooks, refuse_recurrent_layers
 from .settings.env import flag
 
 # Names that libraries import from here.

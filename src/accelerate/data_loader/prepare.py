@@ -117,8 +117,7 @@ def prepare_data_loader(
     if dispatch_batches is None:
         dispatch_batches = put_on_device and is_stream and not already_sharded
     _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
-    if split_batches:
-        _check_split(dataloader, dp_rank.count)
+    _check_split(dataloader, split_batches, dp_rank.count)
     common: Arguments = {
         "rng_types": rng_types,
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -225,11 +224,11 @@ def _check_reader(dispatch_batches: bool, put_on_device: bool, is_divided: bool)
         )
 
 
-def _check_split(dataloader: DataLoader[object], count: int) -> None:
+def _check_split(dataloader: DataLoader[object], split_batches: bool, count: int) -> None:
     size = dataloader.batch_size
     if size is None:
         size = getattr(_index_sampler(dataloader), "batch_size", None)
-    if size != 1:
+    if split_batches and size != 1:
         check_split(size, count)
 
 
