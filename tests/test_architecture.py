@@ -226,15 +226,15 @@ PEERS_QUESTIONS: Final = (
 )
 
 FILE_LIMIT: Final = 500
-#: The Accelerator's file is its public interface: half of its lines are signatures. The others are to be split.
-FILE_LIMITS: Final = {"accelerator.py": 1095, "checkpointing/loading.py": 520}
-MEDIAN_LIMIT: Final = 120
+#: The Accelerator's file is its public interface: half of its lines are signatures.
+FILE_LIMITS: Final = {"accelerator.py": 1095}
+MEDIAN_LIMIT: Final = 140
 FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
-CORE_LIMIT: Final = (41_242, 310)
-GUESTS_LIMIT: Final = (25_310, 203)
+CORE_LIMIT: Final = (39_989, 273)
+GUESTS_LIMIT: Final = (24_596, 162)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 
