@@ -18,8 +18,9 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 def is_sharded(tensor: object) -> bool:
     """Return True if ``tensor`` is a DTensor; it compares the class's name, because importing the class is slow."""
-    held = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
-    return any(kind.__name__ == "DTensor" for kind in (type(tensor), type(held)))
+    return type(tensor).__name__ == "DTensor" or (
+        isinstance(tensor, torch.nn.Parameter) and type(tensor.data).__name__ == "DTensor"
+    )
 
 
 @overload

@@ -456,7 +456,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         total = self.global_batch_size
         size = total // self.num_processes
         start = self.process_index * size
-        self.has_ended = False
+        self.has_ended: bool = False
         read_first, self.first_global_batch = self.first_global_batch, None  # for this pass
         stream = iter(self.dataset)
         if self.num_skipped:

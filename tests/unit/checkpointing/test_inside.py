@@ -352,6 +352,7 @@ PLACES: Final[dict[str, str]] = {
     "parallel/fsdp/files.py save_fsdp_model": OWN,
     "parallel/fsdp/files.py save_fsdp_optimizer": OWN,
     "guests/diloco/state.py DiLoCoState.write": OWN,
+    "seams.py _may_have_guests": "no checkpoint: entry points of installed distributions",
 }
 #: Packages whose files are the user's configuration, the machine's, or of a run that this user has started.
 _OTHER_PACKAGES: Final = (
