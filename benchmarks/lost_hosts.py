@@ -1,6 +1,6 @@
-"""The cost of `--keep_replicas` while nothing is lost: one exchange of four members, on one machine and on two.
+"""The cost of `--keep_replicas` while nothing is lost: one exchange of members on one machine and on two.
 
-    python benchmarks/lost_hosts.py --rounds 500
+    python benchmarks/lost_hosts.py --rounds 500 --ranks 2 4
 
 The two machines are two launchers on this one, so the network is the loopback interface. Printed are medians over the
 exchanges of rank 0: the time until the answer, the processor time of the rank, and the share of a step of 20 ms.
@@ -9,6 +9,7 @@ exchanges of rank 0: the time until the answer, the processor time of the rank, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -40,7 +41,7 @@ accelerator.wait_for_everyone()
 """
 
 
-def measure(num_machines: int, rounds: int) -> dict[str, float]:
+def measure(num_machines: int, num_ranks: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(SCRIPT)
         command = [
@@ -50,7 +51,7 @@ def measure(num_machines: int, rounds: int) -> dict[str, float]:
             "launch",
             "--cpu",
             "--num_processes",
-            "4",
+            str(num_ranks),
         ]
         command += ["--keep_replicas", "1", "--num_machines", str(num_machines), "--main_process_ip", "127.0.0.1"]
         command += ["--main_process_port", str(get_free_port())]
@@ -71,13 +72,14 @@ def measure(num_machines: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500)
-    rounds = parser.parse_args().rounds
-    for num_machines in (1, 2):
-        found = measure(num_machines, rounds)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="the members of all machines together")
+    arguments = parser.parse_args()
+    for num_ranks, num_machines in itertools.product(arguments.ranks, (1, 2)):
+        found = measure(num_machines, num_ranks, arguments.rounds)
         share = found["exchange"] / STEP_SECONDS
         print(
-            f"{num_machines} machine(s), 4 ranks: {found['exchange'] * 1e3:.3f} ms ({share:.1%} of a step of 20 ms), "
-            f"{found['processor'] * 1e3:.3f} ms of the rank's processor"
+            f"{num_machines} machine(s), {num_ranks} ranks: {found['exchange'] * 1e3:.3f} ms "
+            f"({share:.1%} of a step of 20 ms), {found['processor'] * 1e3:.3f} ms of the rank's processor"
         )
 
 
