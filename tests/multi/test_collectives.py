@@ -26,6 +26,7 @@ from accelerate.distributed.collectives import (
     pad_across_processes,
     reduce,
 )
+from accelerate.distributed.process_control import wait_for_everyone
 from accelerate.distributed.world import World, join_world, set_debug
 from accelerate.errors import CollectiveError, DistributedOperationException
 from tests.ranks import _environment as rank_environment
@@ -390,3 +391,52 @@ def test_a_collective_without_the_others_times_out_and_names_them() -> None:
     message = run_on_ranks(work)[0]
     assert "`gather`" in message
     assert "rank 1" in message or "imed out" in message
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_arguments_refused_by_one_rank_leave_the_ranks_in_step(debug: str) -> None:
+    """Such a call isn't an operation: what this rank calls next belongs to the others' next call."""
+    refused: dict[str, Callable[[], object]] = {
+        "gather": lambda: gather("text"),
+        "gather to one rank": lambda: gather({"a": object()}, to=0),
+        "reduce": lambda: reduce(torch.tensor([1]), "mean"),
+        "reduction": lambda: reduce(torch.tensor([1.0]), "sun"),
+        "broadcast": lambda: broadcast(object()),
+    }
+
+    def work(world: World) -> Any:
+        found = []
+        for call in refused.values():
+            if world.rank == 0:
+                with pytest.raises(Exception) as error:
+                    call()
+                assert "waits" not in str(error.value)
+            wait_for_everyone(world)
+            found.append(gather(torch.tensor([world.rank])).tolist())
+        return found
+
+    assert on_ranks(work, ACCELERATE_DEBUG_MODE=debug) == [[[0, 1]] * len(refused)] * 2
+
+
+@pytest.mark.parametrize("collective", ["gather", "reduce", "broadcast", "gather_object"])
+def test_no_collective_after_an_abandoned_one_gets_its_values(collective: str) -> None:
+    """One rank is in a barrier, the other in a collective; both catch the error and go on."""
+    calls: dict[str, Callable[[int], object]] = {
+        "gather": lambda value: gather(torch.tensor([value])),
+        "reduce": lambda value: reduce(torch.tensor([float(value)])),
+        "broadcast": lambda value: broadcast(torch.tensor([value])),
+        "gather_object": lambda value: gather_object([value]),
+    }
+
+    def work(world: World) -> Any:
+        texts = []
+        first = (lambda: wait_for_everyone(world)) if world.rank == 0 else (lambda: calls[collective](10))
+        for call in (first, lambda: calls["gather"](world.rank), lambda: wait_for_everyone(world)):
+            with pytest.raises(CollectiveError) as error:
+                call()
+            texts.append(str(error.value))
+        return texts
+
+    for texts in on_ranks(work):
+        assert "would never meet" in texts[0] or "has failed" in texts[0], texts
+        assert all("after an error that has left ranks in different torch collectives" in text for text in texts[1:])

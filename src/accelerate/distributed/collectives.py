@@ -78,14 +78,17 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         coordinator = coordinator_of(world, name)
         # On the host the wait checks the other ranks, so the operation is published only once the wait gets long.
         is_published = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
+        before, num_collectives = (coordinator.operation, coordinator.site), coordinator.num_collectives
         coordinator.begin(name, with_site=world.debug, publish=is_published)
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             require_group(name)
-            if isinstance(error, (CollectiveError, ValueError)):
-                raise
-            raise CollectiveError(coordinator.explain(error)) from error
+            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise CollectiveError(coordinator.explain(error)) from error
+            if name not in _OF_OBJECTS and coordinator.num_collectives == num_collectives:
+                coordinator.withdraw(*before)  # the others' next operation is this rank's next one, too
+            raise
 
     return operation
 

@@ -70,6 +70,8 @@ _NUM_PUBLISHING: Final = 128
 _RANKS_PER_SECOND: Final = 1024
 #: How many notifications are kept for ranks that are about to wait for them.
 _KEPT_NOTIFICATIONS: Final = 16
+#: Operations in which a rank waits for others in a torch collective.
+_IN_TORCH: Final = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "pad_across_processes")
 #: The value that ends the wait for a key; a verdict raises instead.
 _OPEN: Final = "1"
 #: The value of an agreement's key if the ranks differ.
@@ -118,6 +120,10 @@ class Coordinator:
         self.has_left: bool = False
         self.operation: str = ""
         self.site: str = ""
+        #: How many torch collectives and comparisons of this world's operations this rank has begun.
+        self.num_collectives: int = 0
+        #: Why the next torch collectives of the ranks don't belong together: a rank still is in an earlier one.
+        self.unpaired: str = ""
         self.watch: HangWatch | None = None  # of this world, if there is one
         #: By process group; here, because they end with the world.
         self.lengths: dict[Hashable, MessageLengths] = {}
@@ -137,13 +143,28 @@ class Coordinator:
         """Begin `operation`, the next one that needs all ranks, and return its number.
 
         Unless `publish`, the other ranks can see it only once this rank has to wait, or the operation fails.
+
+        Raises:
+            CollectiveError: an earlier error has left a rank in a torch collective, which this one would complete.
         """
+        if self.unpaired:
+            raise CollectiveError(
+                f"`{operation}` after an error that has left ranks in different torch collectives: its result would be "
+                f"of another call. End the program, and mend the first error: {self.unpaired}"
+            )
         self.number += 1
         self.operation = operation
         self.site = call_site() if with_site else ""
         if publish and self.size <= _NUM_PUBLISHING:
             self._publish_operation()
         return self.number
+
+    def withdraw(self, operation: str, site: str) -> None:
+        """Undo `begin`: this rank has refused its arguments; before, it was in `operation` at `site`."""
+        is_published = self._published_number == self.number
+        self.number, self.operation, self.site = self.number - 1, operation, site
+        if is_published:
+            self._publish_operation()
 
     def wait_for_everyone(self, operation: str = "wait_for_everyone", *, checks_torch: bool = False) -> None:
         """Wait until every rank makes this call: a barrier.
@@ -170,6 +191,8 @@ class Coordinator:
 
         If a running operation waits for this rank, it raises too.
         """
+        if self.unpaired:
+            return  # the others get the same error
         running, verdict = f"{self.number}/{operation}/work", Verdict("stopped", self.rank, text=reason)
         name = f"{self.begin(operation)}/{operation}"
         self._last_barrier = name
@@ -215,6 +238,7 @@ class Coordinator:
         Raises:
             CollectiveError: it never completes, or doesn't within the timeout.
         """
+        self.num_collectives += 1
         interval = min(timedelta(seconds=CHECK_SECONDS), self.timeout)
         waited, next_check, num_checks = timedelta(), interval, 0
         key = f"{self.number}/{self.operation}/work"
@@ -233,10 +257,12 @@ class Coordinator:
                     if verdict is not None:
                         self._publish_verdict(key, verdict)
                     if key in (found := self.published([key])):
-                        self._raise_verdict(found[key])
+                        self.unpaired = self._in_words(Verdict.of(found[key]))
+                        raise CollectiveError(self.unpaired)
                     num_checks, next_check = num_checks + 1, waited + timedelta(seconds=self._pause_seconds(0.0))
                 if waited >= self.timeout:
-                    raise CollectiveError(self._too_late()) from error
+                    self.unpaired = self._too_late()
+                    raise CollectiveError(self.unpaired) from error
 
     def agree(self, checksum: int, ranks: Sequence[int]) -> bool:
         """Return whether all of `ranks` gave the same `checksum`; each of them has to make this call.
@@ -244,6 +270,7 @@ class Coordinator:
         Raises:
             CollectiveError: one of them never does, or not within the timeout.
         """
+        self.num_collectives += 1
         scope = "" if len(ranks) == self.size else f"{ranks[0]}-{len(ranks)}-{zlib.crc32(repr(list(ranks)).encode())}"
         number = self._num_agreements[scope] = self._num_agreements.get(scope, 0) + 1
         name, before = f"{scope}/{number}/agreement", f"{scope}/{number - 1}/agreement"
@@ -439,7 +466,11 @@ class Coordinator:
 
     def _raise_verdict(self, value: str) -> None:
         if value != _OPEN:
-            raise CollectiveError(self._in_words(Verdict.of(value)))
+            verdict = Verdict.of(value)
+            text = self._in_words(verdict)
+            if verdict.kind == "different" and verdict.operation in _IN_TORCH:
+                self.unpaired = text
+            raise CollectiveError(text)
 
     def _in_words(self, verdict: Verdict) -> str:
         if verdict == Verdict("late", self.rank):
