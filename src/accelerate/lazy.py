@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,26 +35,19 @@ def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[
 def names_of_stub(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for ``module``, whose names are listed by its stub alone.
 
-    The stub is the file beside it that editors and type checkers read. Each of its lines tells where names are defined:
-    ``from ..nested import find_device as find_device``; ``from . import`` names submodules. As with `names_from`, names
-    aren't cached.
+    The stub is the file beside it that editors and type checkers read. As with `names_from`, names aren't cached.
     """
     own = sys.modules[module]
-    package, homes = str(own.__package__), dict[str, str]()
+    package = str(own.__package__)
 
-    def read() -> dict[str, str]:
-        if not homes:
-            loader: Any = own.__loader__
-            for line in loader.get_data(f"{own.__file__}i").decode().splitlines():
-                if line.startswith("from "):
-                    home, _, names = line.removeprefix("from ").partition(" import ")
-                    homes.update((name.split()[0], home) for name in names.split(","))
-        return homes
+    @functools.cache
+    def homes() -> dict[str, str]:
+        return homes_of_stub(own.__loader__, f"{own.__file__}i")
 
     def get(name: str) -> Any:
         if name == "__all__":
-            return [each for each, home in read().items() if home != "."]
-        home = read().get(name)
+            return [each for each, home in homes().items() if home != "."]
+        home = homes().get(name)
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         path = home.lstrip(".")
@@ -62,7 +57,31 @@ def names_of_stub(module: str) -> tuple[Callable[[str], Any], Callable[[], list[
             defining = __import__(path, {"__package__": package}, None, (name,), len(home) - len(path))
             return getattr(defining, name)
 
-    return get, lambda: sorted({*vars(own), *read()})
+    return get, lambda: sorted({*vars(own), *homes()})
+
+
+def homes_of_stub(loader: Any, stub: str) -> dict[str, str]:
+    """Return name -> module, as the stub at the path ``stub`` tells it, one import a line.
+
+    ``from ..nested import find_device as find_device`` tells where a name is defined; ``from . import`` names
+    submodules. ``from .imports import *`` passes on the public names of another stub in the same folder, and
+    ``from .imports import is_tqdm_available``, without ``as``, doesn't: PEP 484 has the same rules.
+    """
+    homes: dict[str, str] = {}
+    for line in loader.get_data(stub).decode().splitlines():
+        if not line.startswith("from "):
+            continue
+        home, _, names = line.removeprefix("from ").partition(" import ")
+        if names == "*":
+            passed_on = homes_of_stub(loader, os.path.join(os.path.dirname(stub), f"{home.removeprefix('.')}.pyi"))
+            homes.update((name, where) for name, where in passed_on.items() if not name.startswith("_"))
+            continue
+        for name, *renamed in map(str.split, names.split(",")):
+            if renamed:
+                homes[name] = home
+            else:
+                homes.pop(name, None)
+    return homes
 
 
 @contextlib.contextmanager

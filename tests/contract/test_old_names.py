@@ -71,9 +71,16 @@ def homes_of(package: ModuleType) -> dict[str, str]:
     for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom):
             assert statement.lineno == statement.end_lineno, "names_of_stub reads lines"
-            assert all(alias.asname == alias.name for alias in statement.names), "else no type checker passes it on"
             home = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package.__package__)
-            found.update({alias.name: home for alias in statement.names})
+            for alias in statement.names:
+                if alias.name == "*":
+                    passed_on = homes_of(importlib.import_module(home))
+                    found.update({each: where for each, where in passed_on.items() if not each.startswith("_")})
+                elif alias.asname is None:
+                    assert found.pop(alias.name, ""), f"no `import *` above passes on {alias.name}"
+                else:
+                    assert alias.asname == alias.name, "else no type checker passes it on"
+                    found[alias.name] = home
     return found
 
 
