@@ -184,10 +184,9 @@ def read_checkpoint(
         objects: the fields of :class:`RunState` (``models=``, ``optimizers=``, ...; ``pre_hooks=`` for ``load_hooks``)
             and of :class:`LoadOptions`; and ``strict``, ``assign`` for ``model.load_state_dict``.
     """
-    given = sharded.GivenState(access=objects.pop("access", None) or sharded.InPlace())
     own = {"label": objects.pop("strategy", "NO"), "load_hooks": objects.pop("pre_hooks", ())}
     own |= {name: objects.pop(name) for name in RunState.__dataclass_fields__ if name in objects}
-    run = RunState(given, world, project or ProjectOptions(), **own)
+    run = RunState(sharded.GivenState(), world, project or ProjectOptions(), **own)
     return load_run(run, input_dir, LoadOptions.of(**objects))
 
 

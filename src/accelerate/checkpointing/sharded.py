@@ -1,24 +1,20 @@
 """Sharded state: every rank writes its shards, and any number of ranks reads them (torch's distributed checkpoint).
 
 `pytorch_model_fsdp_{i}/` has the weights of model ``i``, `optimizer_{i}/` the state of optimizer ``i``, by the names of
-the parameters. A :class:`StateAccess` gets and loads the shards of an object; :class:`InPlace` does it for plain
-tensors and DTensors.
+the parameters. A :class:`StateAccess` gets and loads the shards of an object.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
-from weakref import ref
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.world import current_world
 from ..errors import CheckpointError
@@ -64,107 +60,6 @@ def optimizer_folder(folder: str | PathLike[str], index: int = 0) -> Path:
 def classic_weights(folder: str | PathLike[str], index: int = 0) -> Path:
     """Return the path of the pickle with all weights of a sharded model ``index``."""
     return Path(folder) / f"{FSDP_MODEL_NAME}{f'_{index}' if index else ''}.bin"
-
-
-class StateAccess(ABC):
-    """The interface to get and set the state of a model or an optimizer that is sharded over the ranks."""
-
-    #: Whether to read DeepSpeed's files, which are pickles, without ``weights_only=False``.
-    trusts_engine: bool = False
-
-    def canonical(self, name: str) -> str:
-        """Return the name in the user's own model for a name in the prepared model's state dict."""
-        return name
-
-    def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
-        """Return whether the main process's buffers replace those of the other ranks before the next forward."""
-        return False
-
-    def keep_buffers(self, model: torch.nn.Module) -> None:
-        """Make each rank keep its buffers in the next forward, as after a forward without gradient reduction."""
-
-    def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the live, unsharded buffers in the state dict of ``model``, by the user's names."""
-        return {
-            self.canonical(name): value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)
-            and not isinstance(value, torch.nn.Parameter)
-            and not (value.is_meta or is_sharded(value) or is_statistic(name))
-        }
-
-    def restorer(
-        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
-    ) -> Callable[[], object] | None:
-        """Return a function that loads ``model`` from the strategy's own format; None if ``folder`` has none."""
-        return None
-
-    @abstractmethod
-    def load_target(self, model: torch.nn.Module) -> LoadTarget:
-        """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for full tensors."""
-
-    @abstractmethod
-    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
-        """Return the state dict of ``model`` with full tensors in CPU memory if ``keeps``; else an empty one."""
-
-    @abstractmethod
-    def model_shards(self, model: torch.nn.Module) -> StateDict:
-        """Return this rank's shards by name; tensors of other ranks are on the meta device (:func:`own_shards`)."""
-
-    @abstractmethod
-    def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
-        """Load ``shards``, which hold the values read, into ``model``."""
-
-    @abstractmethod
-    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return, by parameter name, a tensor of the parameter's full shape that is sharded as its optimizer state."""
-
-    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
-        """Return the names of all parameters of ``models``; empty if an engine has its own optimizers."""
-        return ()
-
-    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
-        """Return names and shapes of the optimizer's parameters; empty for an engine's own optimizer."""
-        return ()
-
-    @abstractmethod
-    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> StateDict:
-        """Return ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, with sharded tensors."""
-
-    @abstractmethod
-    def load_optimizer_shards(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
-    ) -> None:
-        """Load ``shards`` into ``optimizer``."""
-
-    @abstractmethod
-    def full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
-    ) -> StateDict:
-        """Return the optimizer's state dict with full tensors if ``keeps``; else an empty one."""
-
-    @abstractmethod
-    def load_full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
-    ) -> None:
-        """Load ``state``, a state dict of full tensors, into ``optimizer``."""
-
-
-@dataclass(frozen=True)
-@final
-class GivenState:
-    """The state of a run without a strategy, extracted from models and optimizers by the caller."""
-
-    state: StrategyState = field(default_factory=StrategyState)
-    access: StateAccess = field(default_factory=lambda: InPlace())
-
-    def checkpoint_state(self, *_: object, **__: object) -> StrategyState:
-        """Return the given state."""
-        return self.state
-
-    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """Return all of ``optimizers``."""
-        return optimizers
 
 
 # ------------------------------------------------------------------------------------------------- writing
@@ -331,63 +226,68 @@ def _read(folder: Path, state: StateDict) -> None:
     read_into(folder, state, alone=_reads_alone())
 
 
-# ------------------------------------------------------------------------- models of ordinary tensors and DTensors
+# ------------------------------------------------------------------------------------ the state of live objects
 
 
-class LiveAccess(StateAccess, ABC):
-    """Access to models whose parameters are plain tensors or DTensors, and to their optimizers.
+def _named_parameters(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+class StateAccess(ABC):  # noqa: B024  (every member has a default)
+    """Access to the state of models and optimizers, which may be sharded over the ranks.
+
+    It is for models whose parameters are plain tensors or DTensors. Strategies with other models override methods.
 
     Args:
         named_parameters: returns the parameters of a model under every name of the user's own model.
         canonical: returns the name in the user's own model for a name in the prepared model's state dict.
-        restorer: called by :meth:`restorer` as ``(model, folder, index)``.
-        before_gathering: called with an optimizer on every rank, before its state is gathered.
-        broadcasting: the models whose buffers DDP broadcasts from the main process, with their DDP modules.
     """
 
-    def __init__(
-        self,
-        named_parameters: NamedParameters | None = None,
-        canonical: Callable[[str], str] = str,
-        restorer: Callable[[torch.nn.Module, Path, int], Callable[[], object] | None] | None = None,
-        before_gathering: Callable[[torch.optim.Optimizer], None] | None = None,
-        broadcasting: Mapping[torch.nn.Module, ref[DistributedDataParallel]] = MappingProxyType({}),
-    ) -> None:
-        self._named = named_parameters or _named_parameters
-        self._canonical, self._broadcasting = canonical, broadcasting
-        self._restorer, self._before_gathering = restorer, before_gathering
+    #: Whether to read DeepSpeed's files, which are pickles, without ``weights_only=False``.
+    trusts_engine: bool = False
 
-    def canonical(self, name: str) -> str:
-        """Return the name in the user's own model for a name in the prepared model's state dict."""
-        return self._canonical(name)
+    def __init__(
+        self, named_parameters: NamedParameters = _named_parameters, canonical: Callable[[str], str] = str
+    ) -> None:
+        self._named = named_parameters
+        self.canonical = canonical
 
     def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
-        """Return whether DDP broadcasts them: not after a forward under ``no_sync`` or ``no_grad``."""
-        replica = self._replica_of(model)
-        return replica is not None and replica.will_sync_module_buffers()
+        """Return whether the main process's buffers replace those of the other ranks before the next forward."""
+        return False
 
     def keep_buffers(self, model: torch.nn.Module) -> None:
-        """Make DDP skip the broadcast before the next forward."""
-        replica = self._replica_of(model)
-        if replica is not None:
-            replica.require_forward_param_sync = False
+        """Make each rank keep its buffers in the next forward, as after a forward without gradient reduction."""
 
-    def _replica_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
-        return self._broadcasting[model]() if model in self._broadcasting else None
+    def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the live, unsharded buffers in the state dict of ``model``, by the user's names."""
+        return {
+            self.canonical(name): value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, torch.nn.Parameter)
+            and not (value.is_meta or is_sharded(value) or is_statistic(name))
+        }
 
     def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
     ) -> Callable[[], object] | None:
-        """Return the result of the given ``restorer``; None without one."""
-        return None if self._restorer is None else self._restorer(model, folder, index)
+        """Return a function that loads ``model`` from the strategy's own format; None if ``folder`` has none."""
+        return None
 
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
-        """Return the model itself, or a wrapper that shards full tensors if it has DTensors."""
+        """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for full tensors.
+
+        It is the model itself, or a wrapper that shards full tensors if the model has DTensors.
+        """
         has_pieces = isinstance(model, torch.nn.Module) and any(map(is_sharded, model.parameters()))
-        return _ShardedModel(self, model) if has_pieces else model
+        return ShardedModel(self, model) if has_pieces else model
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
-        """Gather one tensor at a time; tied names share one tensor in the result too."""
+        """Return the state dict of ``model`` with full tensors in CPU memory if ``keeps``; else an empty one.
+
+        Tensors are gathered one at a time; tied names share one tensor in the result too.
+        """
         gathered: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for name, value in self.model_shards(model).items():
@@ -398,17 +298,23 @@ class LiveAccess(StateAccess, ABC):
         return state
 
     def model_shards(self, model: torch.nn.Module) -> StateDict:
-        """Return the detached live tensors; tied names have the same object."""
+        """Return this rank's shards by name; tensors of other ranks are on the meta device (:func:`own_shards`).
+
+        They are the detached live tensors; tied names have the same object.
+        """
         state = model.state_dict(keep_vars=True)
         detached = {id(value): value.detach() if isinstance(value, torch.Tensor) else value for value in state.values()}
         return {self.canonical(name): detached[id(value)] for name, value in state.items()}
 
     def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
-        """Set the statistics of packed weights; the other tensors have been read in place."""
+        """Load ``shards``, which hold the values read, into ``model``.
+
+        Here these are only the statistics of packed weights; the other tensors have been read in place.
+        """
         load_statistics(model, shards, self.canonical)
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return the parameters themselves, detached."""
+        """Return, by parameter name, a tensor of the parameter's full shape that is sharded as its optimizer state."""
         return {name: parameter.detach() for parameter, name in self._names(models)}
 
     def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
@@ -435,7 +341,7 @@ class LiveAccess(StateAccess, ABC):
         return names
 
     def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> StateDict:
-        """Return the live tensors under the parameters' names."""
+        """Return ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, with live tensors."""
         names = self._name_of(models)
         strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if strange:
@@ -455,7 +361,7 @@ class LiveAccess(StateAccess, ABC):
     def load_optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
     ) -> None:
-        """Load as ``load_state_dict`` does, with names instead of numbers."""
+        """Load ``shards`` into ``optimizer`` as ``load_state_dict`` does, with names instead of numbers."""
         names = self._name_of(models)
         settings = {name: group for group in shards["param_groups"] for name in group.get("params", ())}
         groups: list[dict[str, Any]] = []
@@ -474,9 +380,7 @@ class LiveAccess(StateAccess, ABC):
     def full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> StateDict:
-        """Return the optimizer's state dict with full tensors on the CPU."""
-        if self._before_gathering is not None:
-            self._before_gathering(optimizer)
+        """Return the optimizer's state dict with full tensors on the CPU if ``keeps``; else an empty one."""
         state = split_optimizer(optimizer.state_dict(), optimizer)
         gathered = {
             number: {name: gather_to_cpu(value, keeps) for name, value in entries.items()}
@@ -487,7 +391,7 @@ class LiveAccess(StateAccess, ABC):
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
     ) -> None:
-        """Load full tensors; those of a parameter's shape are sharded as the parameter is."""
+        """Load ``state``, a state dict of full tensors; those of a parameter's shape are sharded as it is."""
         parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         if _is_named(state):  # FSDP's classic format
             layouts = self.layouts(models)
@@ -510,20 +414,37 @@ class LiveAccess(StateAccess, ABC):
 
 
 @final
-class InPlace(LiveAccess):
+class InPlace(StateAccess):
     """Access to models of which every tensor has values on this rank, or shards on all ranks."""
 
 
+@dataclass(frozen=True)
 @final
-class _ShardedModel:
-    """A wrapper of a model with DTensors, into which full tensors can be loaded."""
+class GivenState:
+    """The state of a run without a strategy, extracted from models and optimizers by the caller."""
 
-    def __init__(self, access: LiveAccess, model: torch.nn.Module) -> None:
+    state: StrategyState = field(default_factory=StrategyState)
+    access: StateAccess = field(default_factory=InPlace, init=False)
+
+    def checkpoint_state(self, *_: object, **__: object) -> StrategyState:
+        """Return the given state."""
+        return self.state
+
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+        """Return all of ``optimizers``."""
+        return optimizers
+
+
+@final
+class ShardedModel:
+    """A wrapper of a model with DTensors or tensors of other ranks, into which full tensors can be loaded."""
+
+    def __init__(self, access: StateAccess, model: torch.nn.Module) -> None:
         self._access = access
         self._model = model
 
     def state_dict(self, keep_vars: bool = True) -> StateDict:
-        """Return the live tensors."""
+        """Return the live tensors; those of other ranks are on the meta device."""
         return self._access.model_shards(self._model)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> object:
@@ -533,17 +454,13 @@ class _ShardedModel:
         missing, unexpected = require_fit(own, state, strict=strict, packed=packed)
         state = load_statistics(self._model, state, self._access.canonical)
         for name, tensor in own.items():
-            if name in state and isinstance(tensor, torch.Tensor):
+            if name in state and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor))
         return loaded(missing, unexpected)
 
 
 def _is_named(state: StateDict) -> bool:
     return isinstance(state, Mapping) and any(isinstance(key, str) for key in state.get("state") or ())
-
-
-def _named_parameters(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def gather_to_cpu(value: object, keeps: bool) -> object:

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.quantized_state import refuse_half_weights
-from ..checkpointing.sharded import InPlace, StateAccess
+from ..checkpointing.run_state import StateDict
+from ..checkpointing.sharded import StateAccess
 from ..distributed.verdicts import UNREACHED
 from ..distributed.world import World
 from ..modules import is_sharded
@@ -126,7 +127,7 @@ class ShardedState(ModelState[Owner], ABC):
     @property
     def access(self) -> StateAccess:
         """The access for checkpoints to the state, including optimizers of whole matrices."""
-        return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
+        return _MatrixAccess(self.named_parameters, canonical_name)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if no parameter of ``model`` is sharded."""
@@ -141,6 +142,18 @@ class ShardedState(ModelState[Owner], ABC):
     def gradients(self) -> GradientHolder | None:
         """The gradients in ``.grad``, and the unsharded ones accumulated under ``no_sync``."""
         return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
+
+
+@final
+class _MatrixAccess(StateAccess):
+    """Access to the state of models with DTensors, and to that of optimizers of whole matrices."""
+
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> StateDict:
+        """Return the optimizer's state dict with full tensors; the owners of matrices shard their state first."""
+        shard_state(optimizer)
+        return super().full_optimizer_state(optimizer, models, keeps)
 
 
 @final

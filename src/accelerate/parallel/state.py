@@ -26,6 +26,7 @@ from .rebind import canonical_name, inner_optimizer, parameters_by_name
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
 
     from .base import Strategy
 
@@ -88,7 +89,7 @@ class ModelState(ABC, Generic[Owner]):
     @property
     def access(self) -> StateAccess:
         """The access for checkpoints to the state of prepared models and their optimizers."""
-        return InPlace(self.named_parameters, canonical_name, broadcasting=self.strategy.broadcasting)
+        return _ReplicaAccess(self)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
@@ -140,6 +141,29 @@ class ReplicatedState(ModelState["Strategy"]):
     def gradients(self) -> GradientHolder | None:
         """The gradients in ``.grad``."""
         return PlainGradients(self.layout, self.named_parameters)
+
+
+@final
+class _ReplicaAccess(StateAccess):
+    """Access to the state of models whose buffers DDP may broadcast from the main process."""
+
+    def __init__(self, state: ModelState[Strategy]) -> None:
+        super().__init__(state.named_parameters, canonical_name)
+        self._broadcasting = state.strategy.broadcasting
+
+    def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
+        """Return whether DDP broadcasts them: not after a forward under ``no_sync`` or ``no_grad``."""
+        replica = self._replica_of(model)
+        return replica is not None and replica.will_sync_module_buffers()
+
+    def keep_buffers(self, model: torch.nn.Module) -> None:
+        """Make DDP skip the broadcast before the next forward."""
+        replica = self._replica_of(model)
+        if replica is not None:
+            replica.require_forward_param_sync = False
+
+    def _replica_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
+        return self._broadcasting[model]() if model in self._broadcasting else None
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -11,7 +11,7 @@ import torch
 
 from ...checkpointing.fit import require_fit
 from ...checkpointing.run_state import StateDict
-from ...checkpointing.sharded import InPlace, StateAccess
+from ...checkpointing.sharded import StateAccess
 from ...errors import CheckpointError
 from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
@@ -31,12 +31,9 @@ class EngineState(StateAccess):
 
     trusts_engine = True  # DeepSpeed itself unpickles its files
 
-    def __init__(self, in_place: InPlace) -> None:
-        self._in_place = in_place
-
     def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the live buffers in a state dict, by the user's names."""
-        return self._in_place.buffers(model.module if is_engine(model) else model)
+        return super().buffers(model.module if is_engine(model) else model)
 
     def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
@@ -71,16 +68,16 @@ class EngineState(StateAccess):
 
     def load_target(self, model: torch.nn.Module) -> Any:
         """Return a load target that takes full tensors for the engine's partitioned parameters."""
-        return _Receiver(model) if is_engine(model) else self._in_place.load_target(model)
+        return _Receiver(model) if is_engine(model) else super().load_target(model)
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
         """Return full weights in CPU memory, in full precision if the engine has it; a collective."""
-        return full_weights(model, keeps) if is_engine(model) else self._in_place.full_model_state(model, keeps)
+        return full_weights(model, keeps) if is_engine(model) else super().full_model_state(model, keeps)
 
     def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
         """Return, for an engine, empty tensors of the full shapes to read into."""
         if not is_engine(model):
-            return self._in_place.model_shards(model)
+            return super().model_shards(model)
         return _empty_state(model, "cpu", floats=torch.float32)
 
     def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
@@ -88,16 +85,13 @@ class EngineState(StateAccess):
         if is_engine(model):
             load_full_weights(model, shards)
         else:
-            self._in_place.load_model_shards(model, shards)
-
-    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Return an empty dict, because optimizer state stays with the engine."""
-        return {}
+            super().load_model_shards(model, shards)
 
     def _refuse(self, *_: object, **__: object) -> Any:
         """Raise: the engine saves and loads its optimizer itself."""
         raise CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
 
+    layouts = optimizer_layout = _refuse
     optimizer_shards = load_optimizer_shards = full_optimizer_state = load_full_optimizer_state = _refuse
 
 

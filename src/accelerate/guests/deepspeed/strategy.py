@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...checkpointing import StagingDirectory
 from ...checkpointing.run_state import Stateful, StrategyState
-from ...checkpointing.sharded import InPlace, StateAccess
+from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import NotBuilt, PreparationError
 from ...logging import MultiProcessAdapter, get_logger
@@ -401,7 +401,7 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
     @property
     def access(self) -> StateAccess:
         """The access to the engines' own folders and full weights."""
-        return EngineState(InPlace(self.named_parameters, canonical_name))
+        return EngineState(self.named_parameters, canonical_name)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False

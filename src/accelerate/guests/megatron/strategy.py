@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ...checkpointing import StagingDirectory
 from ...checkpointing.layout import holds_engine_state
 from ...checkpointing.run_state import Stateful, StrategyState
-from ...checkpointing.sharded import InPlace, StateAccess
+from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError, NotBuilt, PreparationError, SettingError
 from ...names import engine_tag
@@ -246,19 +246,28 @@ class _MegatronState(ModelState[Megatron]):
     @property
     def access(self) -> StateAccess:
         """The direct access, except to the engine, which loads Megatron's own checkpoint."""
-        return InPlace(self.named_parameters, canonical_name, restorer=_restorer)
+        return _EngineAccess(self.named_parameters, canonical_name)
 
     def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return an empty list, because Megatron restores its own optimizer."""
         return []
 
 
-def _restorer(model: torch.nn.Module, folder: Path, index: int) -> Callable[[], object] | None:
-    if not isinstance(model, MegatronEngine):
-        return None
-    if not holds_engine_state(folder, index):
-        raise CheckpointError(f"{folder} was not saved by Megatron-LM, and holds nothing that its engine can load.")
-    return partial(model.load_checkpoint, str(folder / engine_tag(index)))
+@final
+class _EngineAccess(StateAccess):
+    """Access to the state of models; the engine loads Megatron's own checkpoint."""
+
+    def restorer(self, model: torch.nn.Module, folder: Path, index: int, **_: object) -> Callable[[], object] | None:
+        """Return a function that loads Megatron's own checkpoint into the engine; None for other models.
+
+        Raises:
+            CheckpointError: ``folder`` has none.
+        """
+        if not isinstance(model, MegatronEngine):
+            return None
+        if not holds_engine_state(folder, index):
+            raise CheckpointError(f"{folder} was not saved by Megatron-LM, and holds nothing that its engine can load.")
+        return partial(model.load_checkpoint, str(folder / engine_tag(index)))
 
 
 @final

@@ -123,7 +123,7 @@ class FlatAccess(StateAccess):
     """Access to the state of models under FSDP 1, through FSDP's own functions."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        super().__init__()
         # Torch can't "offload" tensors that are in CPU memory already, nor those of extension devices.
         on_device = torch.empty(0, device=world.device)
         self._offloads = world.device.type != "cpu" and takes_data_of(on_device, torch.device("cpu"))

@@ -8,17 +8,14 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 
-from ...checkpointing.fit import require_fit
-from ...checkpointing.run_state import StateDict
-from ...checkpointing.sharded import LiveAccess, NamedParameters, gather_tensor, shard_like
+from ...checkpointing.sharded import NamedParameters, ShardedModel, StateAccess, gather_tensor
 from ...distributed.mesh import Mesh
-from ...torch_private.modules import loaded
 from ..matrix_optimizer import shard_state
 from ..rebind import canonical_name
 
 
 @final
-class StageAccess(LiveAccess):
+class StageAccess(StateAccess):
     """Access to models whose tensors have values on their stages' ranks, and are on the meta device elsewhere."""
 
     def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
@@ -27,9 +24,9 @@ class StageAccess(LiveAccess):
 
     # -- models --------------------------------------------------------------------------------------------
 
-    def load_target(self, model: torch.nn.Module) -> _PipelineReceiver:
+    def load_target(self, model: torch.nn.Module) -> ShardedModel:
         """Return a load target that takes full state dicts and keeps this rank's tensors."""
-        return _PipelineReceiver(model)
+        return ShardedModel(self, model)
 
     def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
         """Broadcast each tensor from its stage, and return the state dict; tied names share one tensor."""
@@ -104,26 +101,3 @@ def _without_values(value: object) -> object:
 def _drop_state_of_other_stages(optimizer: torch.optim.Optimizer) -> None:
     for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
         del optimizer.state[parameter]
-
-
-@final
-class _PipelineReceiver:
-    """A model with some stages on this rank, as a load target for full tensors."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self, **_: object) -> StateDict:
-        """Return the live tensors; those of other stages are on the meta device."""
-        return {canonical_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
-
-    def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
-        """Copy the values of this rank's tensors from ``state``."""
-        own = self.state_dict()
-        missing, unexpected = require_fit(own, state, strict=strict)
-        with torch.no_grad():
-            for name in [name for name in state if name in own]:
-                tensor = own[name]
-                if not tensor.is_meta:
-                    tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor.detach()))
-        return loaded(missing, unexpected)
