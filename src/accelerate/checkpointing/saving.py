@@ -190,15 +190,8 @@ def write_checkpoint(
     weights: Iterable[StateDict] = (),
     optimizers: Sequence[Saved] = (),
     strategy: str = "NO",
-    safe_serialization: bool = True,
     pre_hooks: Iterable[Hook] = (),
     write_strategy_state: WriteStrategyState | None = None,
-    details: Mapping[str, object] | None = None,
-    metrics: Mapping[str, SupportsFloat] | None = None,
-    select: Selection | None = None,
-    pin: bool = False,
-    asynchronous: bool = False,
-    participants: CallParticipants | None = None,
     **objects: Any,
 ) -> str:
     """Save the given objects as one committed checkpoint, as :func:`save_run` does, and return its folder.
@@ -208,21 +201,13 @@ def write_checkpoint(
         strategy: the label that the manifest records.
         pre_hooks: the ``save_hooks`` of :class:`RunState`.
         write_strategy_state: writes the state that a strategy saves in its own format, into ``staging``.
-        objects: the other fields of :class:`RunState`: ``models=``, ``schedulers=``, ``step=``, ``background=``, ...
+        objects: the other fields of :class:`RunState` (``models=``, ``schedulers=``, ``step=``, ``background=``, ...),
+            and the options of :func:`save_run` (``details=``, ``select=``, ``asynchronous=``, ...).
     """
     given = GivenState(StrategyState(weights, optimizers, write_strategy_state))
-    run = RunState(given, world, project or ProjectOptions(), label=strategy, save_hooks=pre_hooks, **objects)
-    return save_run(
-        run,
-        output_dir,
-        participants=participants,
-        safe_serialization=safe_serialization,
-        details=details,
-        metrics=metrics,
-        select=select,
-        pin=pin,
-        asynchronous=asynchronous,
-    )
+    own = {name: objects.pop(name) for name in RunState.__dataclass_fields__ if name in objects}
+    run = RunState(given, world, project or ProjectOptions(), label=strategy, save_hooks=pre_hooks, **own)
+    return save_run(run, output_dir, **objects)
 
 
 def participants_of_save(
