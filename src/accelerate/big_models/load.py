@@ -6,7 +6,6 @@ tensor is copied from the mapped file to its device and dtype, several at a time
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from ..checkpointing.codec import read_pickle
-from ..checkpointing.storage import inside
+from ..checkpointing.weights import shards_of
 from ..devices.memory import convert_bytes
 from ..devices.table import CPU
 from ..distributed.world import current_world
@@ -487,7 +486,7 @@ def find_files(checkpoint: str | PathLike[str]) -> list[Path]:
         return _files_in(path)
     if not path.is_file():
         raise CheckpointNotFound(f"{path}: there is no such file or folder.")
-    return _shards(path) if path.suffix == ".json" else [path]
+    return shards_of(path) if path.suffix == ".json" else [path]
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -506,22 +505,6 @@ def _files_in(folder: Path) -> list[Path]:
             f"{folder} holds several checkpoints: {', '.join(path.name for path in found)}. Give the path of one."
         )
     return find_files(found[0])
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        content = json.loads(index.read_bytes())
-        weight_map: dict[str, str] = content.get("weight_map", content)
-        shard_names = set(weight_map.values())
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from error
-    shards = sorted(inside(index.parent, name, index) for name in shard_names)
-    missing = [path.name for path in shards if not path.is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}. Download them again."
-        )
-    return shards
 
 
 @final

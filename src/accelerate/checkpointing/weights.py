@@ -355,27 +355,36 @@ def holds_weights(folder: Path, index: int = 0) -> bool:
 
 def _find(folder: Path, index: int) -> list[Path]:
     if folder.is_file():
-        return _shards(folder) if folder.name.endswith(".index.json") else [folder]
+        return shards_of(folder) if folder.name.endswith(".index.json") else [folder]
     tried: list[str] = []
     for safe in (True, False):
         names = WeightNames.of(index, safe=safe)
         if (folder / names.whole).is_file():
             return [folder / names.whole]
         if (folder / names.index).is_file():
-            return _shards(folder / names.index)
+            return shards_of(folder / names.index)
         tried += [names.whole, names.index]
     raise CheckpointNotFound(f"no weights in {folder}: looked for {', '.join(tried)}")
 
 
-def _shards(index: Path) -> list[Path]:
+def shards_of(index: Path) -> list[Path]:
+    """Return the files that ``index`` names under ``weight_map``, or as a whole if it has no such entry.
+
+    Raises:
+        CheckpointError: it can't be read, or shards are missing.
+    """
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(index.read_bytes())
+        names = set(content.get("weight_map", content).values())
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from error
     shards = sorted(inside(index.parent, name, index) for name in names)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:
-        raise CheckpointError(f"{index}: shards are missing: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}. Copy or download them "
+            "again."
+        )
     return shards
 
 
