@@ -258,7 +258,7 @@ class Coordinator:
                         self._publish_verdict(key, verdict)
                     if key in (found := self.published([key])):
                         self.unpaired = self._in_words(Verdict.of(found[key]))
-                        raise CollectiveError(self.unpaired)
+                        raise CollectiveError(self.unpaired) from None
                     num_checks, next_check = num_checks + 1, waited + timedelta(seconds=self._pause_seconds(0.0))
                 if waited >= self.timeout:
                     self.unpaired = self._too_late()
