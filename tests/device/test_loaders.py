@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.data_loader.reading import StreamPrefetch
+from accelerate.devices.memory import CopyStream
 from accelerate.devices.table import kind_of
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.device.devices import on_devices
@@ -61,8 +61,8 @@ def test_every_sample_arrives_whole_and_once(kind: str, num_workers: int, pin: b
                 assert sorted(value for values in epoch for value in values) == [float(i) for i in range(37)]
 
 
-class Impatient(StreamPrefetch):  # type: ignore[misc]  # final, for others
-    """A device prefetch that forgets to let the current stream wait for the copy."""
+class Impatient(CopyStream):  # type: ignore[misc]  # final, for others
+    """A copy stream that forgets to let the current stream wait for the copy."""
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         return sent[0]
@@ -74,7 +74,7 @@ def unordered_reads_of_training(num_workers: int, forgets: bool) -> list[str]:
     loader = DataLoader(Rows(), batch_size=4, num_workers=num_workers, pin_memory=True)
     model, optimizer, prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     kind = kind_of(accelerator.device)
-    prefetch = Impatient if forgets else StreamPrefetch
+    prefetch = Impatient if forgets else CopyStream
     prepared.device_prefetch = prefetch(kind, accelerator.device, kind.side_stream(accelerator.device))
     with torch.sim.unordered_reads() as found:
         for batch in prepared:

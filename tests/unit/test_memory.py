@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from accelerate.devices import table as devices
 from accelerate.devices.memory import (
+    CopyStream,
     clear_device_cache,
     convert_bytes,
     find_executable_batch_size,
@@ -152,3 +156,49 @@ def test_the_device_cache_is_emptied_and_garbage_collected_when_asked(monkeypatc
 )
 def test_sizes_are_shown_in_their_largest_unit(size: float, text: str) -> None:
     assert convert_bytes(size) == text
+
+
+# ------------------------------------------------------------------------------------------ copy streams
+
+
+class RecordingStream:
+    """A stream that records what was queued on it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} marks")
+        return f"mark of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: RecordingStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"all wait for {self.name}")
+
+
+def test_copies_wait_for_computation_and_computation_not_for_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    side, current = RecordingStream("side", log), RecordingStream("current", log)
+    kind: Any = SimpleNamespace(current_stream=lambda _: current, in_stream=lambda _: contextlib.nullcontext())
+    copy, to_device = torch.Tensor.copy_, torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda *a, **k: log.append("to the device") or to_device(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda one, other, **k: log.append("to the host") or one)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream.name}"))
+    stream = CopyStream(kind, torch.device("meta"), side)
+    sent: Any = stream.send([torch.ones(2), torch.ones(3)])
+    assert [one.device.type for one in stream.receive(sent)] == ["meta", "meta"]
+    assert log == [
+        "to the device", "to the device", "side marks", "current waits for mark of side", *["kept for current"] * 2,
+    ]  # fmt: skip
+    log.clear()
+    on_host = torch.ones(2)
+    assert stream.to_host(sent[0][0], on_host) is on_host
+    stream.synchronize()
+    assert log == ["side waits for current", "to the host", "kept for side", "all wait for side"]
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    assert stream.to_host(torch.zeros(2), on_host).tolist() == [0, 0], "as it was loaded: at once"

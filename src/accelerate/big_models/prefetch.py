@@ -7,15 +7,18 @@ prefetched weights is bounded by the largest module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Protocol, final
+from functools import partial
+from typing import Final, Protocol, final
 
 import torch
 
+from ..devices.memory import CopyStream, copy_stream
 from ..devices.table import CPU
 
 Unit = tuple[str, ...]  # the names of weights that are needed together
+Receive = Callable[[], list[torch.Tensor]]  # returns weights that were read, or are being copied to an accelerator
 
 #: Smaller units are read when they are needed, because passing them to the thread would take longer.
 MIN_UNIT_BYTES: Final = 256 << 10
@@ -52,9 +55,9 @@ class WeightPrefetcher:
         self._last: Unit | None = None
         self._sizes: dict[Unit, int] = {}
         #: Units being read: by the thread, or (None) by the kernel.
-        self._in_flight: dict[tuple[Unit, torch.device], Future[_Transfer] | None] = {}
+        self._in_flight: dict[tuple[Unit, torch.device], Future[Receive] | None] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._copy_streams: dict[torch.device, _CopyStream] = {}
+        self._copies: dict[torch.device, _StagedCopies] = {}
         self.num_prefetched: int = 0  # units that were read, or being read, when they were fetched
 
     def fetch(self, unit: Unit, device: torch.device) -> list[torch.Tensor]:
@@ -65,9 +68,9 @@ class WeightPrefetcher:
         self.num_bytes(unit)
         self.num_prefetched += (unit, device) in self._in_flight
         future = self._in_flight.pop((unit, device), None)
-        transfer = self._read_now(unit, device) if future is None else future.result()
+        receive = self._read_now(unit, device) if future is None else future.result()
         self._prefetch_following(unit, device)
-        return transfer.wait()
+        return receive()
 
     def num_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit."""
@@ -76,11 +79,11 @@ class WeightPrefetcher:
             found = self._sizes[unit] = sum(map(self._weights.num_bytes, unit))
         return found
 
-    def _read_now(self, unit: Unit, device: torch.device) -> _Transfer:
+    def _read_now(self, unit: Unit, device: torch.device) -> Receive:
         values = [self._weights[key] for key in unit]
         if device.type != CPU.name:
             values = [value.to(device, non_blocking=True) for value in values]
-        return _Transfer(values)
+        return lambda: values
 
     def _prefetch_following(self, unit: Unit, device: torch.device) -> None:
         window = list(self._window(unit))
@@ -113,15 +116,16 @@ class WeightPrefetcher:
                 return
             yield unit
 
-    def _prefetch(self, unit: Unit, device: torch.device) -> _Transfer:
-        values = [self._weights[key] for key in unit]
-        if device.type == CPU.name:
-            return _Transfer(values)
-        if device not in self._copy_streams:
-            self._copy_streams[device] = _CopyStream(device)
-        transfer = self._copy_streams[device].send(values)
+    def _prefetch(self, unit: Unit, device: torch.device) -> Receive:
+        if device not in self._copies:
+            stream = copy_stream(device)
+            if stream is None:
+                return self._read_now(unit, device)
+            self._copies[device] = _StagedCopies(stream)
+        copies = self._copies[device]
+        sent = copies.send([self._weights[key] for key in unit])
         self._weights.release(unit)
-        return transfer
+        return partial(copies.stream.receive, sent)
 
 
 def pinned_buffer(num_bytes: int) -> torch.Tensor:
@@ -130,50 +134,26 @@ def pinned_buffer(num_bytes: int) -> torch.Tensor:
 
 
 @final
-class _Transfer:
-    """Weights that were read, or are being copied to an accelerator."""
-
-    def __init__(self, values: list[torch.Tensor], module: Any = None, done: torch.Event | None = None) -> None:
-        self._values = values
-        self._module = module
-        self._done = done
-
-    def wait(self) -> list[torch.Tensor]:
-        """Make the current stream wait for the copies, and return the weights."""
-        if self._done is not None:
-            stream = self._module.current_stream(self._values[0].device)
-            stream.wait_event(self._done)
-            for value in self._values:
-                value.record_stream(stream)
-        return self._values
-
-
-@final
-class _CopyStream:
-    """A copy stream to one accelerator, with two pinned buffers used in turn."""
+class _StagedCopies:
+    """Copies of weights to one accelerator, through two pinned buffers used in turn."""
 
     NUM_BUFFERS: Final = 2
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
+    def __init__(self, stream: CopyStream) -> None:
+        self.stream = stream
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * self.NUM_BUFFERS
-        self._copied: list[Any] = [None] * self.NUM_BUFFERS
+        self._copied: list[torch.Event | None] = [None] * self.NUM_BUFFERS
         self._turn = 0
 
-    def send(self, values: list[torch.Tensor]) -> _Transfer:
-        """Start to copy the values to the device."""
+    def send(self, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event]:
+        """Start to copy the values to the device; return what the stream receives."""
         self._turn = (self._turn + 1) % self.NUM_BUFFERS
-        if self._copied[self._turn] is not None:
-            self._copied[self._turn].synchronize()  # the buffer is still being read
-        staged = self._staged(values)
-        with self._module.stream(self._stream):
-            copies = [value.to(self._device, non_blocking=True) for value in staged]
-            done = self._module.Event()
-            done.record(self._stream)
-        self._copied[self._turn] = done
-        return _Transfer(copies, self._module, done)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()  # the buffer is still being read
+        sent = self.stream.send(self._staged(values))
+        self._copied[self._turn] = sent[1]
+        return sent
 
     def _staged(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy the values into the current pinned buffer, and return views of it."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..devices.memory import CopyStream
 from ..devices.table import CPU, kind_of
 from ..errors import SettingError
 from ..modules import is_sharded
@@ -58,7 +59,9 @@ def offload_optimizer(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CH
         )
     devices = {parameter.device for parameter in parameters}
     if any(device.type != CPU.name for device in devices):
-        _OffloadedState(inner, _OffloadStream(max(devices, key=str)), chunk_bytes)
+        device = max(devices, key=str)
+        kind = kind_of(device)
+        _OffloadedState(inner, CopyStream(kind, device, kind.side_stream(device)), chunk_bytes)
 
 
 def offload_activations(*modules: nn.Module, smallest_bytes: int = MIN_ACTIVATION_BYTES) -> None:
@@ -119,53 +122,11 @@ def _unpacked(packed: Packed) -> torch.Tensor:
 
 
 @final
-class _OffloadStream:
-    """A side stream that copies between a device and pinned host memory during computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kind = kind_of(device)
-        self._stream = self._kind.side_stream(device)
-        self._sent: Any = None  # the event after the last copy to the device
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start to copy a tensor to the device; return it for use after ``wait``."""
-        with self._kind.in_stream(self._stream):
-            fetched = tensor.to(self._device, non_blocking=True)
-        self._sent = self._stream.record_event()
-        return fetched
-
-    def wait(self, tensors: list[torch.Tensor]) -> None:
-        """Make the current stream wait until these tensors are on the device."""
-        current = self._kind.current_stream(self._device)
-        if tensors:
-            current.wait_event(self._sent)  # don't wait for concurrent copies to the host
-        for tensor in tensors:
-            tensor.record_stream(current)
-
-    def to_host(self, tensor: torch.Tensor, on_host: torch.Tensor | None) -> torch.Tensor:
-        """Start to copy a tensor to host memory (into ``on_host`` if it fits), after its queued operations."""
-        if on_host is None or on_host.shape != tensor.shape or on_host.dtype != tensor.dtype:
-            on_host = torch.empty_like(tensor, device=CPU.name, pin_memory=True)
-        if tensor.device.type == CPU.name:  # as it was loaded
-            return on_host.copy_(tensor)
-        self._stream.wait_stream(self._kind.current_stream(self._device))
-        with self._kind.in_stream(self._stream):
-            on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return on_host
-
-    def synchronize(self) -> None:
-        """Wait until all copies are complete."""
-        self._stream.synchronize()
-
-
-@final
 class _OffloadedState:
     """An optimizer's state in host memory, and a ``step`` that fetches it chunk by chunk."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, offload_stream: _OffloadStream, chunk_bytes: int) -> None:
-        self._optimizer, self._offload_stream, self._chunk_bytes = optimizer, offload_stream, chunk_bytes
+    def __init__(self, optimizer: torch.optim.Optimizer, copy_stream: CopyStream, chunk_bytes: int) -> None:
+        self._optimizer, self._copy_stream, self._chunk_bytes = optimizer, copy_stream, chunk_bytes
         self._inner_step: Callable[..., object] = optimizer.step
         self._on_host: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -175,10 +136,10 @@ class _OffloadedState:
 
         # A method, because learning rate schedulers wrap it as one.
         optimizer.step = MethodType(step, optimizer)
-        optimizer.register_state_dict_pre_hook(lambda _: offload_stream.synchronize())
+        optimizer.register_state_dict_pre_hook(lambda _: copy_stream.synchronize())
         optimizer.register_load_state_dict_post_hook(lambda _: self._offload(self._parameters()))
         self._offload(self._parameters())
-        offload_stream.synchronize()
+        copy_stream.synchronize()
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -192,11 +153,12 @@ class _OffloadedState:
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         before, after = step_hooks(self._optimizer)
-        fetched = self._fetch(chunks[0]) if chunks else []
+        sent = self._fetch(chunks[0]) if chunks else None
         try:
             for index, chunk in enumerate(chunks):
-                self._offload_stream.wait(fetched)
-                fetched = self._fetch(chunks[index + 1]) if index + 1 < len(chunks) else []
+                if sent is not None:
+                    self._copy_stream.receive(sent)
+                sent = self._fetch(chunks[index + 1]) if index + 1 < len(chunks) else None
                 inside = set(map(id, chunk))
                 for group, parameters in zip(groups, whole, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in inside]
@@ -229,15 +191,21 @@ class _OffloadedState:
         if chunk:
             yield chunk
 
-    def _fetch(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        fetched = []
-        for parameter in parameters:
-            state = self._optimizer.state.get(parameter) or {}
-            for name, value in state.items():
-                if (id(parameter), name) in self._on_host and isinstance(value, torch.Tensor):
-                    state[name] = self._offload_stream.to_device(value)
-                    fetched.append(state[name])
-        return fetched
+    def _fetch(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event] | None:
+        """Start to copy the state of the parameters to the device; return the copies, or None if it has no state."""
+        found = [
+            (state, name)
+            for parameter in parameters
+            for state in [self._optimizer.state.get(parameter) or {}]
+            for name, value in state.items()
+            if (id(parameter), name) in self._on_host and isinstance(value, torch.Tensor)
+        ]
+        if not found:  # an event would also wait for concurrent copies to the host
+            return None
+        sent = self._copy_stream.send([state[name] for state, name in found])
+        for (state, name), value in zip(found, sent[0], strict=True):
+            state[name] = value
+        return sent
 
     def _offload(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -246,4 +214,4 @@ class _OffloadedState:
                 # Don't copy counters, which torch keeps in host memory, nor other small tensors.
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     key = id(parameter), name
-                    self._on_host[key] = state[name] = self._offload_stream.to_host(value, self._on_host.get(key))
+                    self._on_host[key] = state[name] = self._copy_stream.to_host(value, self._on_host.get(key))

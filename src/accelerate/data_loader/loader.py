@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ..devices.memory import copy_stream
 from ..distributed.random import broadcast_value, capture_host_streams, synchronize_rng_states
 from ..distributed.world import World, current_world
 from ..errors import ResumeWarning
@@ -31,7 +32,7 @@ from .adapter import (
 from .indexed import IndexReader, RecordingSampler
 from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
 from .random_streams import SampleSeed
-from .reading import Delivery, DevicePrefetch, Reader, ReadPlan, prefetch_for, prefetched
+from .reading import Delivery, DevicePrefetch, Reader, ReadPlan, prefetched
 from .resume import PositionState, Progress, SavedPosition, epoch_listeners, epoch_of_script, note_epochs
 from .sampling import (
     BEGINNING,
@@ -179,7 +180,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _prefetch_of_pass(self) -> DevicePrefetch | None:
         if not self._prefetches_batches or self.device is None:
             return None
-        return self.device_prefetch or (prefetch_for(self.device) if self.prefetch_to_device else None)
+        return self.device_prefetch or (copy_stream(self.device) if self.prefetch_to_device else None)
 
     def _begin_pass(self) -> SavedPosition | None:
         """Begin a pass; return the position to resume from, if there is one.

@@ -1,4 +1,4 @@
-"""Device memory: release it, recognise out-of-memory errors, retry with a smaller batch."""
+"""Device memory: copy during computation, release it, recognise out-of-memory errors, retry with a smaller batch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import gc
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Concatenate, Final, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, final, overload
 
+import torch
+
+from ..nested import recursively_apply, send_to_device
 from . import table
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Values = TypeVar("Values")
 
 #: Out-of-memory messages of the devices' allocators, in lower case.
 _OUT_OF_MEMORY_MESSAGES: Final = (
@@ -23,6 +27,59 @@ _OUT_OF_MEMORY_MESSAGES: Final = (
     "can't allocate memory",
     "pt_devmem allocation failed",
 )
+
+
+@final
+class CopyStream:
+    """A side stream that copies between host memory and one device, while the device computes."""
+
+    def __init__(self, kind: table.DeviceKind, device: torch.device, stream: Any) -> None:
+        self._kind, self._device, self._stream = kind, device, stream
+
+    def send(self, values: Values) -> tuple[Values, torch.Event]:
+        """Start to copy nested ``values`` to the device; return the copies and the event of their completion."""
+        pinned = recursively_apply(_pinned, values)
+        with self._kind.in_stream(self._stream):
+            sent = send_to_device(pinned, self._device, non_blocking=True)
+            return sent, self._stream.record_event()
+
+    def receive(self, sent: tuple[Values, torch.Event]) -> Values:
+        """Return copies on the device; later work there waits for them, without blocking this process."""
+        values, arrival = sent
+        current = self._kind.current_stream(self._device)
+        current.wait_event(arrival)
+        # The memory belongs to the side stream, which must not reuse it before the current stream has used the values.
+        recursively_apply(lambda tensor: tensor.record_stream(current), values)
+        return values
+
+    def to_host(self, tensor: torch.Tensor, on_host: torch.Tensor | None) -> torch.Tensor:
+        """Start to copy a tensor to host memory (into ``on_host`` if it fits), after its queued operations."""
+        if on_host is None or on_host.shape != tensor.shape or on_host.dtype != tensor.dtype:
+            on_host = torch.empty_like(tensor, device=table.CPU.name, pin_memory=True)
+        if tensor.is_cpu:  # as it was loaded
+            return on_host.copy_(tensor)
+        self._stream.wait_stream(self._kind.current_stream(self._device))
+        with self._kind.in_stream(self._stream):
+            on_host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return on_host
+
+    def synchronize(self) -> None:
+        """Wait until all copies are complete."""
+        self._stream.synchronize()
+
+
+def copy_stream(device: torch.device) -> CopyStream | None:
+    """Return a new copy stream of ``device``; None if it has no streams."""
+    kind = table.kind_of(device)
+    stream = kind.side_stream(device)
+    return None if stream is None else CopyStream(kind, device, stream)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cpu or not torch.accelerator.is_available() or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

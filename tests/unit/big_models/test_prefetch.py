@@ -181,46 +181,37 @@ def test_what_is_in_memory_already_is_not_prefetched() -> None:
 # -------------------------------------------------------------------------------------------- accelerators
 
 
-class PretendedDevice:
-    """The stream interface of an accelerator, on the host."""
+class PretendedStream:
+    """The interface of a copy stream, on the host."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        log = self.log
 
-        class Event:
-            def record(self, stream: Any) -> None:
-                log.append("record")
+    def send(self, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        self.log.append("send")
+        return [value.clone() for value in values], SimpleNamespace(synchronize=lambda: self.log.append("synchronize"))
 
-            def synchronize(self) -> None:
-                log.append("synchronize")
-
-        class Stream:
-            def __init__(self, device: Any = None) -> None: ...
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: Any) -> None: ...
-
-            def wait_event(self, event: Any) -> None:
-                log.append("wait")
-
-        self.Event, self.Stream = Event, Stream
-        self.stream = lambda stream: stream
-        self.current_stream = lambda device: Stream()
+    def receive(self, sent: tuple[list[torch.Tensor], Any]) -> list[torch.Tensor]:
+        self.log.append("receive")
+        return sent[0]
 
 
-def test_pinned_buffers_take_turns_and_hold_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = PretendedDevice()
-    buffers: list[torch.Tensor] = []
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The pinned buffers that were allocated."""
+    found: list[torch.Tensor] = []
 
     def pinned_buffer(num_bytes: int) -> torch.Tensor:
-        buffers.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return buffers[-1]
+        found.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return found[-1]
 
     monkeypatch.setattr(prefetch, "pinned_buffer", pinned_buffer)
-    monkeypatch.setattr(prefetch, "torch", SimpleNamespace(**vars(torch) | {"get_device_module": lambda _: device}))
-    channel = prefetch._CopyStream(HOST)
+    return found
+
+
+def test_pinned_buffers_take_turns_and_hold_every_dtype(buffers: list[torch.Tensor]) -> None:
+    stream: Any = PretendedStream()
+    copies = prefetch._StagedCopies(stream)
     values = [
         torch.arange(3),
         torch.ones(5, dtype=torch.bool),
@@ -228,22 +219,22 @@ def test_pinned_buffers_take_turns_and_hold_every_dtype(monkeypatch: pytest.Monk
         torch.ones(()),
     ]
     for turn in range(3):
-        transfer = channel.send(values)
-        assert all(torch.equal(sent, value) for sent, value in zip(transfer._values, values, strict=True)), turn
+        sent, _ = copies.send(values)
+        assert all(torch.equal(one, value) for one, value in zip(sent, values, strict=True)), turn
     assert len(buffers) == 2, "both were large enough the second time"
-    assert device.log == ["record", "record", "synchronize", "record"], "a buffer is filled again when it has been sent"
+    assert stream.log == ["send", "send", "synchronize", "send"], "a buffer is filled again when it has been sent"
 
 
-def test_transfers_are_waited_for_on_the_stream_that_uses_them() -> None:
-    device = PretendedDevice()
-    used: list[Any] = []
-
-    class Value:
-        device = HOST
-
-        def record_stream(self, stream: Any) -> None:
-            used.append(stream)
-
-    transfer = prefetch._Transfer([Value(), Value()], device, device.Event())  # pyright: ignore[reportArgumentType]
-    assert len(transfer.wait()) == 2
-    assert device.log == ["wait"] and len(used) == 2
+@pytest.mark.parametrize("has_streams", [True, False])
+def test_weights_are_received_when_they_are_used(
+    has_streams: bool, buffers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = PretendedStream()
+    monkeypatch.setattr(prefetch, "copy_stream", lambda device: stream if has_streams else None)
+    monkeypatch.setattr(FakeStore, "release", lambda self, keys: None)
+    prefetcher = WeightPrefetcher(FakeStore("a", "b"))
+    for _ in range(3):
+        assert run(prefetcher, ("a",), ("b",)) == [[0.0], [1.0]]
+    assert prefetcher.num_prefetched == 3
+    assert stream.log.count("receive") == (3 if has_streams else 0)
+    assert len(buffers) == (2 if has_streams else 0)

@@ -5,7 +5,6 @@ Here the device is the host, so a pretended one stands in: what has left it is d
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,20 +21,20 @@ from accelerate.errors import SettingError
 
 
 class PretendedStream:
-    """A fake offload stream that overwrites a tensor where it is copied from."""
+    """A fake copy stream that overwrites a tensor where it is copied from."""
 
     def __init__(self) -> None:
         self.on_device = self.most_on_device = self.num_copies = 0
         self.arriving: list[torch.Tensor] = []
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.on_device += tensor.numel()
+    def send(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        self.on_device += sum(tensor.numel() for tensor in tensors)
         self.most_on_device = max(self.most_on_device, self.on_device)
-        self.arriving.append(tensor)
-        return torch.full_like(tensor, torch.nan)  # not there yet
+        self.arriving += tensors
+        return [torch.full_like(tensor, torch.nan) for tensor in tensors], None  # not there yet
 
-    def wait(self, tensors: list[torch.Tensor]) -> None:
-        for tensor, source in zip(tensors, self.arriving, strict=True):
+    def receive(self, sent: tuple[list[torch.Tensor], None]) -> None:
+        for tensor, source in zip(sent[0], self.arriving, strict=True):
             tensor.copy_(source)
         self.arriving = []
 
@@ -220,56 +219,6 @@ def test_prepared_optimizers_are_understood_and_on_the_host_nothing_changes() ->
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(SettingError, match="LBFGS needs the state of all parameters at once"):
         offload_optimizer(torch.optim.LBFGS(network().parameters()))
-
-
-def test_copies_wait_for_computation_and_computation_not_for_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def record_event(self) -> str:
-            log.append(f"{self.name} marks")
-            return f"mark of {self.name}"
-
-        def wait_event(self, event: str) -> None:
-            log.append(f"{self.name} waits for {event}")
-
-        def wait_stream(self, other: Stream) -> None:
-            log.append(f"{self.name} waits for {other.name}")
-
-        def synchronize(self) -> None:
-            log.append(f"all wait for {self.name}")
-
-    class Value:
-        device, shape, dtype = SimpleNamespace(type="an accelerator"), (2,), torch.float32
-
-        def to(self, device: Any, non_blocking: bool) -> Value:
-            log.append("to the device")
-            return self
-
-        def copy_(self, other: Any, non_blocking: bool) -> None:
-            log.append("to the host")
-
-        def record_stream(self, stream: Stream) -> None:
-            log.append(f"kept for {stream.name}")
-
-    side, current = Stream("side"), Stream("current")
-    kind = SimpleNamespace(
-        side_stream=lambda _: side, current_stream=lambda _: current, in_stream=lambda _: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(training, "kind_of", lambda _: kind)
-    monkeypatch.setattr(training.torch, "empty_like", lambda *_, **__: Value())
-    stream = training._OffloadStream(torch.device("meta"))
-    fetched: Any = stream.to_device(Value())  # pyright: ignore[reportArgumentType]
-    stream.wait([fetched])
-    assert log == ["to the device", "side marks", "current waits for mark of side", "kept for current"]
-    log.clear()
-    stream.to_host(fetched, None)
-    stream.wait([])
-    stream.synchronize()
-    assert log == ["side waits for current", "to the host", "kept for side", "all wait for side"]
 
 
 # --------------------------------------------------------------------------------------------- activations

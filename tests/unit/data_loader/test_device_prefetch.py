@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate.data_loader import prepare_data_loader, reading
+from accelerate.data_loader import prepare_data_loader
+from accelerate.devices import memory
 from accelerate.devices import table as devices
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         stream_scope="fake_streams:stream",
         stream_now="fake_streams:current_stream",
     )
-    monkeypatch.setattr(reading, "kind_of", lambda device: row)
+    monkeypatch.setattr(devices, "kind_of", lambda device: row)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: FakeStream.log.append("kept"))
     FakeStream.log = []
     return FakeStream.log
@@ -108,7 +109,7 @@ def test_a_position_saved_while_batches_are_ahead_is_that_of_the_current_batch(s
 def test_a_device_without_streams_has_no_prefetch() -> None:
     prepared = loader(2)
     assert [len(batch) for batch in prepared] == [3, 3, 3, 2]
-    assert reading.prefetch_for(CPU) is None
+    assert memory.copy_stream(CPU) is None
 
 
 class Slow(Dataset):
