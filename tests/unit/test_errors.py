@@ -260,7 +260,7 @@ OTHERWISE: Final[dict[str, str]] = {
     "guests/rewind/replay_command.py _indices argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "guests/rewind/replay_command.py _change argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "guests/rewind/position.py _run_until.stop child.Reached": "the end of a replay, which its own reader catches",
-    "data_loader/dispatch.py _raise global_batches.failure": "what the reader met on this rank, as it was",
+    "data_loader/dispatch.py DataLoaderDispatcher._scatter announcement.failure": "what rank 0 met, elsewhere as text",
     "distributed/store_requests.py PendingRequest.response self._error": "what a request in a thread met, as it was",
 }
 

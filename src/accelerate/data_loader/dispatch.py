@@ -43,12 +43,23 @@ SliceFunction = Callable[..., object]
 @final
 @dataclass(frozen=True)
 class Announcement:
-    """Rank 0's message about a global batch: its batch info, and the structure of the tensors that follow."""
+    """Rank 0's message about a global batch: its batch info, and the structure of the tensors that follow.
+
+    The other ranks get it without the state that only rank 0 needs.
+    """
 
     structures: list[Any]  # one, to be sharded, or one per rank
     is_whole: bool
     batch_info: BatchInfo
-    failure: str | None = None
+    failure: Exception | None = None  # what rank 0 met instead of a global batch
+
+    def __reduce__(self) -> tuple[object, ...]:
+        failure = self.failure
+        if failure is not None:  # its class may not be known to the other ranks
+            text = f"{type(failure).__name__}: {failure}"
+            failure = WorldError(f"Rank 0, which reads the data for all ranks, failed: {text}")
+        batch_info = self.batch_info._replace(last_batch=None, own=None)
+        return Announcement, (self.structures, self.is_whole, batch_info, failure)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -176,21 +187,19 @@ class DataLoaderDispatcher(PreparedLoader):
                 before = draws.capture() if draws is not None and global_batches is not None else {}
                 announcement, batches = global_batches.next_batch() if global_batches is not None else (None, [])
                 if world is not None and draws is not None:
-                    message = (announcement, draws.moves_since(before))
-                    announcement, moves = cast("tuple[Announcement | None, Moves]", broadcast_value(message, world))
+                    message = broadcast_value((announcement, draws.moves_since(before)), world)
                     if global_batches is None:
+                        announcement, moves = cast("tuple[Announcement | None, Moves]", message)
                         draws.follow(moves)
                 if announcement is None:
                     return
                 if announcement.failure is not None:
-                    _raise(announcement.failure, global_batches)
+                    raise announcement.failure
                 if world is not None:
                     batches = _broadcast(batches, announcement.structures, self.device, world)
                 batch_info = announcement.batch_info
                 if batch_info.is_last and not self._drop_last and batch_info.coverage is not None:
                     self.remainder: int = batch_info.coverage.num_samples
-                if global_batches is not None:
-                    batch_info = batch_info._replace(last_batch=global_batches.last_batch, own=global_batches.own)
                 yield self._part(batches, announcement, dp_rank), batch_info
                 if batch_info.is_last:
                     return
@@ -207,12 +216,6 @@ class DataLoaderDispatcher(PreparedLoader):
         if self.slice_fn is not None:
             return self.slice_fn(batches[0], cut, process_index=dp_rank.index, num_processes=dp_rank.count)
         return rows_of(batches[0], sum(coverage.size), cut)
-
-
-def _raise(failure: str, global_batches: GlobalBatches | None) -> None:
-    if global_batches is not None and global_batches.failure is not None:
-        raise global_batches.failure
-    raise WorldError(f"Rank 0, which reads the data for all ranks, failed: {failure}")
 
 
 def _as_read_by_one(position: ResumePosition) -> ResumePosition:
@@ -295,9 +298,6 @@ class GlobalBatches:
         self.source: Generator[Delivery, None, None] = reader.read()
         self.count: int = loader.dp_rank().count
         self.num_steps: int = num_steps
-        self.failure: BaseException | None = None
-        self.last_batch: Any = None
-        self.own: Mapping[str, Any] | None = None
         self._first: list[Any] = []
         self._began_later = num_steps > 0
         # Map-style datasets pad with rows that are read again, with the random streams of that step. A resumed pass
@@ -311,9 +311,8 @@ class GlobalBatches:
             read = self._read_next()
             return self._assemble(read) if read else (None, [])
         except Exception as failure:  # the other ranks wait for the announcement, so any failure is sent to them
-            self.failure = failure
             nothing = BatchInfo(None, None, True, 0, 0, 0, None)
-            return Announcement([], False, nothing, f"{type(failure).__name__}: {failure}"), []
+            return Announcement([], False, nothing, failure), []
 
     def _read_next(self) -> list[Delivery]:
         """Read the batches of the next global batch; with ``drop_last``, read one more ahead to detect the last."""
@@ -332,7 +331,6 @@ class GlobalBatches:
 
     def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[object]]:
         batches, batch_info = [batch for batch, _ in read], read[-1][1]
-        self.last_batch, self.own = batch_info.last_batch, batch_info.own
         self.num_steps += 1
         whole = self._whole(batches)
         if whole is not None:
@@ -353,8 +351,8 @@ class GlobalBatches:
     def _announce(
         self, batches: list[object], is_whole: bool, batch_info: BatchInfo, coverage: BatchCoverage | None
     ) -> tuple[Announcement, list[object]]:
-        message = batch_info._replace(indices=None, coverage=coverage, steps=self.num_steps, last_batch=None, own=None)
-        return Announcement([get_data_structure(batch) for batch in batches], is_whole, message), batches
+        batch_info = batch_info._replace(indices=None, coverage=coverage, steps=self.num_steps)
+        return Announcement([get_data_structure(batch) for batch in batches], is_whole, batch_info), batches
 
     def _whole(self, batches: list[object]) -> object:
         """Concatenate the batches of a global batch, to be split; return None if their shapes differ."""
