@@ -11,10 +11,9 @@ from ..errors import CheckpointError
 from .sampling import (
     BEGINNING,
     BatchInfo,
-    IndexFreeSampler,
     OrderState,
     ResumePosition,
-    SeedableRandomSampler,
+    SeededSampler,
     order_fingerprint,
     samplers_of,
 )
@@ -230,7 +229,7 @@ def epoch_of_script(listeners: Iterable[object]) -> int | None:
 
 def _own(listener: object) -> object | None:
     """Return the script's object; None for this package's samplers, which count epochs themselves."""
-    if isinstance(listener, (SeedableRandomSampler, IndexFreeSampler)):
+    if isinstance(listener, SeededSampler):
         return None
     return listener.dataset if isinstance(listener, IterableDatasetShard) else listener
 

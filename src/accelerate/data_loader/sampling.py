@@ -160,22 +160,33 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 31 & ((1 << 33) - 1))
 
 
+class SeededSampler(Sampler[int], ABC):
+    """A sampler whose order depends only on a seed (default: torch's initial seed) and the epoch."""
+
+    #: Whether the ranks have copied rank 0's seed; after that they need no communication to begin an epoch.
+    seed_is_agreed = False
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch: int = 0
+        self.initial_seed: int = data_seed if data_seed is not None else torch.random.initial_seed()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
+        self.epoch = epoch
+
+
 @final
-class IndexFreeSampler(Sampler[int]):
+class IndexFreeSampler(SeededSampler):
     """A random sampler that computes its order from the seed and the epoch, without storing it.
 
     It draws each sample of ``data_source`` once. It needs a few kilobytes for any number of samples, and starts at any
     position of the epoch at once. ``data_seed`` is the seed (default: torch's initial seed).
     """
 
-    #: Whether the ranks have copied rank 0's seed; after that they need no communication to begin an epoch.
-    seed_is_agreed = False
-
     def __init__(self, data_source: Sized, data_seed: int | None = None) -> None:
-        super().__init__()
+        super().__init__(data_seed=data_seed)
         self.data_source = data_source
-        self.epoch: int = 0
-        self.initial_seed: int = data_seed if data_seed is not None else torch.random.initial_seed()
 
     def __len__(self) -> int:
         return len(self.data_source)
@@ -191,10 +202,6 @@ class IndexFreeSampler(Sampler[int]):
         """Return the order of the epoch."""
         return Permutation(len(self.data_source), self.initial_seed * 1_000_003 + self.epoch)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
-        self.epoch = epoch
-
 
 # --------------------------------------------------------------------------------------------------
 # The order of an epoch
@@ -202,24 +209,12 @@ class IndexFreeSampler(Sampler[int]):
 FINGERPRINT_LENGTH = 8
 NUM_AHEAD = 4096  # samples of a known order that are converted to Python numbers at a time
 
-# Samplers whose code is known: they draw from their own generator or from torch's on the host.
-_DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_DRAW_NOTHING = (SequentialSampler, BatchSampler, DistributedSampler)
 
-
-class SeedableRandomSampler(RandomSampler):
+class SeedableRandomSampler(SeededSampler, RandomSampler):
     """A random sampler whose order depends only on a seed and the epoch.
 
     ``data_seed`` is the seed (default: torch's initial seed).
     """
-
-    #: Whether the ranks have copied rank 0's seed; after that they need no communication to begin an epoch.
-    seed_is_agreed = False
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.epoch: int = 0
-        self.initial_seed: int = data_seed if data_seed is not None else torch.random.initial_seed()
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
@@ -229,12 +224,10 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
         self.set_epoch(epoch + 1)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
-        self.epoch = epoch
 
-
-_SEEDED = (SeedableRandomSampler, IndexFreeSampler)
+# Samplers whose code is known: they draw from their own generator or from torch's on the host.
+_DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAW_NOTHING = (SequentialSampler, BatchSampler, DistributedSampler, SeedableRandomSampler, IndexFreeSampler)
 
 
 class OverBatchSampler(BatchSampler, ABC):
@@ -552,8 +545,8 @@ class Order:
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         own = [found for found in generators if isinstance(found, torch.Generator)]
         self.generator: torch.Generator | None = generator or (own[0] if own else None)
-        self.seedable: SeedableRandomSampler | IndexFreeSampler | None = next(
-            (sampler for sampler in samplers if isinstance(sampler, _SEEDED)), None
+        self.seedable: SeededSampler | None = next(
+            (sampler for sampler in samplers if isinstance(sampler, SeededSampler)), None
         )
         self.planned: PositionedBatchSampler | None = next(
             (sampler for sampler in samplers if isinstance(sampler, PositionedBatchSampler)), None
@@ -660,7 +653,7 @@ def _streams_of(samplers: Sequence[object]) -> tuple[str, ...]:
     streams: tuple[str, ...] = ()
     for sampler in samplers:
         kind = type(sampler)
-        if kind in _DRAW_NOTHING or kind in _SEEDED or kind.__module__ == "torchdata.stateful_dataloader.sampler":
+        if kind in _DRAW_NOTHING or kind.__module__ == "torchdata.stateful_dataloader.sampler":
             continue
         if kind not in _DRAW_FROM_TORCH:
             return ("torch", "python", "numpy")
