@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.data_loader.dispatch import GlobalBatches
+from accelerate.data_loader.dispatch import Announcement, GlobalBatches
 from accelerate.data_loader.indexed import IndexReader
 from accelerate.data_loader.sampling import BatchInfo
+from accelerate.errors import WorldError
 
 
 def numbers_of(loader: Any) -> list[int]:
@@ -110,3 +112,12 @@ def test_a_resumed_stream_reads_its_first_samples_again_only_to_pad(
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == whole[1:]
     assert bool(dataset.num_begun) == is_read_again
+
+
+def test_other_ranks_get_the_announcement_without_what_only_rank_0_needs() -> None:
+    info = BatchInfo(None, None, False, 1, 2, 8, [6, 7], {"stream": object})
+    failure = RuntimeError("the disk is gone")
+    received = pickle.loads(pickle.dumps(Announcement([], True, info, failure)))
+    assert received.batch_info == info._replace(last_batch=None, own=None) and received.is_whole
+    assert type(received.failure) is WorldError
+    assert str(received.failure).endswith("failed: RuntimeError: the disk is gone")
