@@ -1043,7 +1043,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         elif weight is not None:
             run = partial(self.strategy.backward, scaler=self.precision.scaler, **kwargs)
             self._weights.backward(
-                loss, weight, models=lambda: self._wrapped_models, backward=run, reduction=self.strategy
+                loss, weight, models=lambda: self._wrapped_models, backward=run, reduction=self.strategy.reduction
             )
         else:
             if self._weights.pending:
@@ -1095,9 +1095,10 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         """
         if self._micro_batches is None:
             if self.strategy.retry is None:
+                obstacle = self.strategy.reduction.one_backward or "batch_parts sets its parts"
                 raise PreparationError(
-                    "backward_in_parts() needs several backward passes for a batch, but "
-                    f"{self.strategy.one_backward or 'batch_parts sets its parts'}. Use FSDP or DDP without it."
+                    f"backward_in_parts() needs several backward passes for a batch, but {obstacle}. Use FSDP or DDP "
+                    "without it."
                 )
             self._micro_batches = MicroBatches(self.strategy.retry)
         models = self._wrapped_models

@@ -33,6 +33,7 @@ from ..training.oom_retry import Retryable
 from ..training.optimizer import AcceleratedOptimizer, Closure
 from ..training.recompute import chosen_modules, recompute_activations
 from ..training.scheduler import AcceleratedScheduler
+from ..training.window_weights import Reduction
 from .compile import compile_model
 from .rebind import unwrap
 from .state import ModelState, ReplicatedState, has_offloaded_weights
@@ -82,12 +83,8 @@ class Strategy(ABC):  # noqa: B024  (every member has a default)
     shards_attention: bool = True
     #: Whether gradients are averaged over all replicas; otherwise these train apart.
     averages_replicas: bool = True
-    #: Why an update can't consist of several backward passes; empty if it can.
-    one_backward: ClassVar[str] = ""
-    #: Whether `backward` without ``num_steps`` sums the gradients of all ranks, instead of averaging them.
-    sums_gradients: ClassVar[bool] = False
-    #: Whether `backward` takes the ``weight`` of a summed loss, and divides the gradients by the sum of weights.
-    divides_by_weights: ClassVar[bool] = False
+    #: How `backward` reduces gradients over the ranks.
+    reduction: ClassVar[Reduction] = Reduction()
     #: Whether a pass through a model can be recomputed by the model alone.
     can_repeat_passes: ClassVar[bool] = False
 
@@ -100,7 +97,7 @@ class Strategy(ABC):  # noqa: B024  (every member has a default)
         #: Strategy, mesh and source of the mesh before a sharded model was adopted; None if there was none.
         self.before_adoption: tuple[Strategy, Mesh, str] | None = None
         #: Recomputes a batch after out-of-memory; None if an update consists of one backward pass.
-        self.retry: Retryable | None = None if self.one_backward else Retryable(world)
+        self.retry: Retryable | None = None if self.reduction.one_backward else Retryable(world)
         #: The models whose buffers DDP broadcasts from the main process, each with its DDP module.
         self.broadcasting: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 

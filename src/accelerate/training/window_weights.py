@@ -7,7 +7,7 @@ whole window is divided once, by its total weight over all data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -24,12 +24,20 @@ logger: MultiProcessAdapter = get_logger(__name__)
 Backward = Callable[..., None]
 
 
-class Reduction(Protocol):
-    """The reduction of a strategy's gradients; see its attributes of these names."""
+@final
+class Reduction(NamedTuple):
+    """How the backward passes of a strategy reduce gradients over the ranks.
 
-    one_backward: ClassVar[str]
-    sums_gradients: ClassVar[bool]
-    divides_by_weights: ClassVar[bool]
+    Attributes:
+        one_backward: why an update can't consist of several backward passes; empty if it can.
+        is_sum: a backward pass without ``num_steps`` sums the gradients of all ranks, instead of averaging them.
+        divides_by_weights: a backward pass takes the ``weight`` of a summed loss, and divides the gradients by the sum
+            of weights.
+    """
+
+    one_backward: str = ""
+    is_sum: bool = False
+    divides_by_weights: bool = False
 
 
 @final
@@ -75,7 +83,7 @@ class WindowWeights:
         """
         if reduction.divides_by_weights:
             return backward(loss, weight=weight)
-        one_backward, sums = reduction.one_backward, reduction.sums_gradients
+        one_backward, is_sum = reduction.one_backward, reduction.is_sum
         completes_window = self._gradient_state.sync_gradients
         if one_backward and (self.pending or not completes_window):
             raise PreparationError(
@@ -84,7 +92,7 @@ class WindowWeights:
             )
         # Whether windows have several micro-batches on some rank; at the end of unequal data, this rank's window may
         # have one. All ranks have to scale at the same point: either the loss or the reduced gradients.
-        accumulates = sums or (not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows))
+        accumulates = is_sum or (not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows))
         window = self._windows.current
         key = window.key
         if window.models is None and (accumulates or not completes_window):
@@ -101,7 +109,7 @@ class WindowWeights:
             self._has_windows = True
             backward(loss)
             return
-        factor = self._factor(total, loss, 1 if sums else self._mesh.size(*TOKEN_AXES))
+        factor = self._factor(total, loss, 1 if is_sum else self._mesh.size(*TOKEN_AXES))
         if not accumulates:  # windows of one: scale the loss instead of the gradients
             backward(loss * factor)
             return

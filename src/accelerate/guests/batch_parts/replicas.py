@@ -11,7 +11,7 @@ import torch
 
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...parallel.base import Clipping, PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+from ...parallel.base import Clipping, PreparedArguments, Reduction, Role, Strategy, StrategyOptions, refuse_device_map
 from ...parallel.gradient_norm import scale_to
 from ...parallel.replicas import make_replicas_equal
 from ...settings.tree import ROWS
@@ -43,7 +43,7 @@ class PartReplicas(Strategy):
     """One replica per process, each of which computes some of the parts."""
 
     can_repeat_passes = True
-    sums_gradients = True
+    reduction = Reduction(is_sum=True)
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...distributed.mesh import DATA_AXES, TOKEN_AXES
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...parallel.base import Clipping, Strategy, StrategyOptions
+from ...parallel.base import Clipping, Reduction, Strategy, StrategyOptions
 from ...parallel.fsdp.fsdp2 import FullyShardStrategy
 from ...parallel.gradient_norm import local_tensor, scale_to
 from ...parallel.matrix_optimizer import DECLARATION
@@ -46,7 +46,7 @@ class PartSharding(Strategy, ABC):
         is_last: whether it is the last one.
     """
 
-    sums_gradients = True
+    reduction = Reduction(is_sum=True)
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

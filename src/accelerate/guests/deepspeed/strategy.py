@@ -25,6 +25,7 @@ from ...parallel.base import (
     Clipping,
     PreparedArgument,
     PreparedArguments,
+    Reduction,
     Role,
     Strategy,
     StrategyOptions,
@@ -60,7 +61,9 @@ _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 class DeepSpeed(Strategy):
     """The strategy for DeepSpeed's engine, which takes model, optimizer and scheduler together."""
 
-    one_backward = "DeepSpeed's engine updates the parameters inside the last backward of an update"
+    reduction = Reduction(
+        one_backward="DeepSpeed's engine updates the parameters inside the last backward of an update"
+    )
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

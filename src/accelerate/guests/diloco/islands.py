@@ -334,7 +334,7 @@ def check(run: Accelerator, model: nn.Module) -> None:
     strategy = run.strategy
     handler = strategy.options.ddp_handler
     refused: dict[str, object] = {
-        "batch_parts": strategy.sums_gradients,
+        "batch_parts": strategy.reduction.is_sum,
         "balance": run.dataloader_config.balance,
         "fp16, with a loss scale of each island (bf16 works),": run.scaler is not None,
         "a communication hook of DistributedDataParallelKwargs": handler is not None

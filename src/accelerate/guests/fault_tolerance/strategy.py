@@ -14,7 +14,7 @@ import torch
 
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...parallel.base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+from ...parallel.base import PreparedArguments, Reduction, Role, Strategy, StrategyOptions, refuse_device_map
 from ...settings.labels import DistributedType
 from ...settings.tree import ROWS
 from .membership import Membership
@@ -27,8 +27,10 @@ _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.argume
 class Kept(Strategy, ABC):
     """A strategy that averages gradients over the samples of all replicas with a contribution."""
 
-    one_backward = "under --keep_replicas the ranks add up their gradients in the last backward of an update"
-    divides_by_weights = True
+    reduction = Reduction(
+        one_backward="under --keep_replicas the ranks add up their gradients in the last backward of an update",
+        divides_by_weights=True,
+    )
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         assert isinstance(world.members, Membership), "chosen only then"

@@ -28,6 +28,7 @@ from ...parallel.base import (
     Clipping,
     PreparedArgument,
     PreparedArguments,
+    Reduction,
     Role,
     Strategy,
     StrategyOptions,
@@ -50,7 +51,7 @@ Batch = TypeVar("Batch")
 class Megatron(Strategy):
     """The strategy for Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
 
-    one_backward = "Megatron-LM updates the parameters inside its own step"
+    reduction = Reduction(one_backward="Megatron-LM updates the parameters inside its own step")
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
