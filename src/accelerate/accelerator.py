@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -495,7 +495,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
     @property
     def deepspeed_engine_wrapped(self) -> Any:
         """The wrapper whose ``backward`` runs DeepSpeed's engine (its ``.engine``); None without DeepSpeed."""
-        return self.strategy.engine
+        return getattr(self.strategy, "engine", None)
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -985,7 +985,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         ids = tuple(map(id, models))
         windows.current = window = windows.known.get(ids) or windows.find(models, self._wrapped_models)
         is_reduced = state.advance(window.key) or self.world.size == 1 or state.sync_each_batch
-        context = _NO_CONTEXT if is_reduced else self.strategy.no_sync_in(window.unreduced)
+        context = _NO_CONTEXT if is_reduced else _entered(map(self.strategy.no_sync, window.unreduced))
         return WindowContext(state, windows, outer, context)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
@@ -998,7 +998,7 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
             accelerator.backward(loss_function(model(inputs), targets))  # both are reduced
             ```
         """
-        return self.strategy.no_sync_in(self._windows.unreduced_by(model, self._wrapped_models))
+        return _entered(map(self.strategy.no_sync, self._windows.unreduced_by(model, self._wrapped_models)))
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -2051,6 +2051,14 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
                 self._restore(model)
             elif prepared is not None:
                 self._register_model(model, prepared)
+
+
+def _entered(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
+    """Enter ``contexts``, and return what leaves them."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
 
 
 def _register(registry: list[Any], obj: One) -> One:

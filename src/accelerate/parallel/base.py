@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast, final
@@ -73,8 +73,6 @@ class Clipping(NamedTuple):
 class Strategy(ABC):  # noqa: B024  (every member has a default)
     """The interface of one way to distribute parameters, gradients and state over the processes."""
 
-    #: The value of ``accelerator.deepspeed_engine_wrapped``.
-    engine: Any = None
     #: Whether another strategy takes over when ``prepare`` gets a model that is already sharded.
     hands_over_shards: ClassVar[bool] = False
     #: The function of `accelerate.accelerator` that shards a model and that libraries replace; empty if there is none.
@@ -186,13 +184,6 @@ class Strategy(ABC):  # noqa: B024  (every member has a default)
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes don't reduce gradients."""
         return nullcontext()
-
-    def no_sync_in(self, models: Iterable[torch.nn.Module]) -> AbstractContextManager[object]:
-        """Enter :meth:`no_sync` of each of ``models``."""
-        contexts = ExitStack()
-        for model in models:
-            contexts.enter_context(self.no_sync(model))
-        return contexts
 
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: float = 1, **kwargs: Any
