@@ -527,11 +527,6 @@ class PreparedArguments:
         return objects[0] if len(objects) == 1 else objects
 
 
-def is_prepared_optimizer(obj: object) -> bool:
-    """Return True if ``obj`` is an optimizer that ``prepare`` returned."""
-    return isinstance(obj, AcceleratedOptimizer)
-
-
 # --------------------------------------------------------------------------------------------------
 # Optimizer and scheduler of an engine that steps by itself
 

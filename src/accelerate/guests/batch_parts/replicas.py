@@ -15,7 +15,6 @@ from ...parallel.base import Clipping, PreparedArguments, Reduction, Role, Strat
 from ...parallel.gradient_norm import scale_to
 from ...parallel.replicas import make_replicas_equal
 from ...settings.tree import ROWS
-from ...training.oom_retry import Retryable
 from .exchange import Exchange
 from .fixed_order import Node, PartialSums, total_norm
 from .parts import Parts
@@ -56,7 +55,7 @@ class PartReplicas(Strategy):
                 f"{', '.join(asked)} with batch_parts isn't built: only plain replicas and FSDP 2 sum gradients in the "
                 "order of the parts. Leave that out, or batch_parts."
             )
-        self.retry: Retryable | None = None
+        self.retry = None
         self.parts: Parts = Parts(world, world)
         self.parts.is_open = lambda: any(one.micro_batch and one.own is None for one in self._windows.values())
         self.parts.drop = self._drop

@@ -26,7 +26,6 @@ from ...parallel.matrix_optimizer import DECLARATION
 from ...parallel.pipeline.strategy import PipelinedModel, PipelineStrategy
 from ...precision import Precision
 from ...torch_private.fsdp import unsharded_parameters
-from ...training.oom_retry import Retryable
 from .fixed_order import Node, PartialSums, norm_of_norms, place_of, total_norm
 from .parts import Parts
 from .statistics import has_statistics
@@ -50,7 +49,7 @@ class PartSharding(Strategy, ABC):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self.retry: Retryable | None = None
+        self.retry = None
         self.parts: Parts = Parts(world, self.mesh.within(*DATA_AXES))
         self.parts.is_open = lambda: self.number >= 0 and not self.is_last
         self.parts.drop = self._drop

@@ -29,7 +29,6 @@ from ...parallel.base import (
     Role,
     Strategy,
     StrategyOptions,
-    is_prepared_optimizer,
     refuse_placeholders,
 )
 from ...parallel.compile import compile_regions_deepspeed
@@ -39,6 +38,7 @@ from ...plugins.parallelism import ParallelismConfig
 from ...precision import Precision
 from ...settings import env
 from ...settings.labels import DistributedType
+from ...training.optimizer import AcceleratedOptimizer
 from . import document, sequence
 from .document import PreparedObjects
 from .engine import (
@@ -443,8 +443,8 @@ def _fresh(arguments: PreparedArguments, role: Role) -> Iterator[PreparedArgumen
     """Iterate over the arguments of one role that weren't prepared before."""
     for argument in arguments.of(role):
         obj = argument.current
-        is_prepared = getattr(obj, "__dict__", {}).get("_is_accelerate_prepared", False) or is_prepared_optimizer(obj)
-        if not is_prepared and not isinstance(obj, DeepSpeedSchedulerWrapper):
+        is_prepared = getattr(obj, "__dict__", {}).get("_is_accelerate_prepared", False)
+        if not is_prepared and not isinstance(obj, (AcceleratedOptimizer, DeepSpeedSchedulerWrapper)):
             yield argument
 
 
