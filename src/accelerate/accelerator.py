@@ -237,7 +237,6 @@ class Accelerator(ReplaceableSteps, process_control.ProcessGuards):
         self.settings.accumulation, self.gradient_state = accumulation, GradientState.create(accumulation)
         options = StrategyOptions(plugins, self._handlers.ddp, self.mesh, self.gradient_state, self.dataloader_config)
         self.strategy = parallel.choose(self.settings, self.world, options)
-        self.strategy.adjust_precision(self.precision, self)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         check_mode(scheduler_mode)

@@ -114,9 +114,6 @@ class Strategy(ABC):  # noqa: B024  (every member has a default)
         """Return True if this strategy has sharded ``model``."""
         return False
 
-    def adjust_precision(self, precision: Precision, owner: object) -> None:
-        """Adapt ``precision`` to the devices; ``owner`` is the Accelerator."""
-
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:

@@ -14,7 +14,8 @@ from accelerate import seams
 from accelerate.devices import table as devices
 from accelerate.distributed.world import World
 from accelerate.errors import SettingError
-from accelerate.guests.xla.strategy import XlaDevices, cast_everything
+from accelerate.guests.xla import attach
+from accelerate.guests.xla.strategy import XlaDevices
 from accelerate.parallel import StrategyOptions
 from accelerate.parallel.base import Clipping
 from accelerate.plugins import Plugins
@@ -126,19 +127,32 @@ def test_fsdp_in_several_processes_is_refused(calls: list[str]) -> None:
         made(fsdp=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
+def run_in(label: str) -> Any:
+    """Stands for an Accelerator on XLA devices, with mixed precision ``label``."""
+    run: Any = nn.Identity()
+    run.strategy, run.precision = made()[0], choose(label, "cpu")
+    run.world = run.strategy.world
+    return run
+
+
 @pytest.mark.parametrize(("downcast", "switch"), [("false", "XLA_USE_BF16"), ("true", "XLA_DOWNCAST_BF16")])
 def test_bf16_on_a_tpu_is_the_devices_own_float(calls: list[str], downcast: str, switch: str) -> None:
     """As documented: --downcast_bf16 makes float64 float32, and without it everything is bfloat16."""
     del calls
     with patched(ACCELERATE_DOWNCAST_BF16=downcast, XLA_USE_BF16=None, XLA_DOWNCAST_BF16=None):
-        owner = nn.Identity()
-        assert not cast_everything("no", owner) and read(switch) is None
-        assert cast_everything("bf16", owner) and read(switch) == "1"
-        del owner
+        attach(run_in("no"), None)
+        assert read(switch) is None
+        run = run_in("bf16")
+        attach(run, None)
+        assert read(switch) == "1" and not run.precision.is_autocast
+        del run
         assert read(switch) is None  # a later Accelerator in full precision computes in float32
 
 
 def test_bf16_elsewhere_is_autocast(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     del calls
     monkeypatch.setattr(sys.modules["torch_xla.runtime"], "device_type", lambda: "CPU", raising=False)
-    assert not cast_everything("bf16", monkeypatch)
+    run = run_in("bf16")
+    with patched(XLA_USE_BF16=None):
+        attach(run, None)
+        assert run.precision.is_autocast and read("XLA_USE_BF16") is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...seams import Candidate, Command, Guest
+
+if TYPE_CHECKING:
+    from ...accelerator import Accelerator
 
 GUEST: Final = Guest(
     commands=(
@@ -16,6 +19,16 @@ GUEST: Final = Guest(
         ),
     ),
     engines=(f"{__name__}.launcher:Tpu",),
+    runs=(f"{__name__}:attach",),
     # Devices whose runtime connects its processes itself.
     strategies=(Candidate(f"{__name__}.strategy", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),),
 )
+
+
+def attach(run: Accelerator, asked: object) -> None:
+    """Make XLA cast all tensors of ``run`` if that is how its devices compute in bf16."""
+    if run.world.kind.runtime:
+        from .strategy import XlaDevices, cast_everything
+
+        if isinstance(run.strategy, XlaDevices):
+            cast_everything(run)

@@ -10,7 +10,7 @@ Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graph
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
@@ -31,8 +31,8 @@ from ...settings.labels import DistributedType
 from ...training.recompute import recompute_activations
 
 if TYPE_CHECKING:
+    from ...accelerator import Accelerator
     from ...data_loader.loader import PreparedLoader
-    from ...plugins.fsdp import FullyShardedDataParallelPlugin
 
 #: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.
 AXIS = "fsdp"
@@ -47,18 +47,15 @@ def _sync() -> None:
     importlib.import_module("torch_xla").sync()
 
 
-def cast_everything(mixed_precision: str, owner: object) -> bool:
-    """Make XLA cast all floating-point tensors to bfloat16, for bf16 on TPUs; return True if it will.
+def cast_everything(run: Accelerator) -> None:
+    """Make XLA cast all floating-point tensors to bfloat16, for bf16 on TPUs, as long as ``run`` lives.
 
     With ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`), float32 becomes bfloat16 and float64 becomes float32.
-
-    Args:
-        owner: the Accelerator; while it lives, the environment has the setting for the compiler.
     """
-    if mixed_precision != "bf16" or _runtime().device_type() != "TPU":
-        return False
-    env.set_variables_for(owner, {"XLA_DOWNCAST_BF16" if env.flag("ACCELERATE_DOWNCAST_BF16") else "XLA_USE_BF16": 1})
-    return True
+    if run.precision.label == "bf16" and _runtime().device_type() == "TPU":
+        run.precision.is_autocast = False  # the device has no float32 to cast from
+        name = "XLA_DOWNCAST_BF16" if env.flag("ACCELERATE_DOWNCAST_BF16") else "XLA_USE_BF16"
+        env.set_variables_for(run, {name: 1})
 
 
 @final
@@ -68,7 +65,7 @@ class XlaDevices(Strategy):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         is_one_program = _runtime().is_spmd()
-        if self.plugin is not None and not is_one_program:
+        if options.plugins.fsdp is not None and not is_one_program:
             raise SettingError(
                 f"FSDP on {world.kind.name} devices takes one process for all of them, and there are {world.size}. "
                 "Start the script with `python`, or with `accelerate launch --num_processes 1`."
@@ -80,16 +77,6 @@ class XlaDevices(Strategy):
         """The distributed type: XLA."""
         return DistributedType.XLA
 
-    @property
-    def plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The current FullyShardedDataParallelPlugin; None if there is none."""
-        return self.options.plugins.fsdp
-
-    def adjust_precision(self, precision: Precision, owner: object) -> None:
-        """Make XLA cast all tensors if that is how the device computes in bf16."""
-        if cast_everything(precision.label, owner):
-            precision.is_autocast = False  # the device has no float32 to cast from
-
     # -- placing -------------------------------------------------------------------------------------------
 
     def place_model(
@@ -97,7 +84,7 @@ class XlaDevices(Strategy):
     ) -> torch.nn.Module:
         """Cast ``model``, move it to the device and shard its parameters under FSDP."""
         model = precision.convert(model)
-        plugin = None if evaluation_mode else self.plugin
+        plugin = None if evaluation_mode else self.options.plugins.fsdp
         units: list[torch.nn.Module] = []
         if plugin is not None:
             plugin.set_auto_wrap_policy(model)
@@ -148,7 +135,11 @@ class XlaDevices(Strategy):
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum gradients over the processes before ``optimizer`` steps, and run the program after it."""
         if self.world.size > 1:
-            optimizer.register_step_pre_hook(lambda *_: self._reduce(_gradients(optimizer)))
+
+            def reduce(stepped: torch.optim.Optimizer, *_: object) -> None:
+                self._reduce(parameter for group in stepped.param_groups for parameter in group["params"])
+
+            optimizer.register_step_pre_hook(reduce)
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, *_: object) -> None:
@@ -163,9 +154,10 @@ class XlaDevices(Strategy):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def _reduce(self, gradients: list[torch.Tensor]) -> None:
-        """Average the gradients over the processes, once per update."""
+    def _reduce(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average the gradients of ``parameters`` over the processes, once per update."""
         gradient_state = self.options.gradient_state
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if (
             self.world.size == 1
             or (gradient_state is not None and gradient_state.is_xla_gradients_synced)
@@ -179,12 +171,12 @@ class XlaDevices(Strategy):
 
     def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Scale the averaged gradients to a global norm of at most ``clipping.max_norm``; return the norm before."""
-        self._reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._reduce(parameters)
         return super().clip_grad_norm(parameters, clipping)
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the averaged gradients to [-``clip_value``, ``clip_value``]."""
-        self._reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._reduce(parameters)
         super().clip_grad_value(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
@@ -236,13 +228,6 @@ class XlaPrefetch:
         """Return the batch sent before, for a new program."""
         _sync()
         return sent
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    parameters: Iterator[torch.Tensor] = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _mesh_of_all() -> Any:
