@@ -16,14 +16,14 @@ from .guests.diloco.diloco import DiLoCo as DiLoCo
 from .inference import prepare_pippy as prepare_pippy
 from .launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
 from .optional import is_rich_available as is_rich_available
-from .plugins.data import DataLoaderConfiguration as DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from .plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from .plugins.handlers import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
+from .plugins.handlers import ActivationCheckpointing as ActivationCheckpointing
+from .plugins.handlers import AutocastKwargs as AutocastKwargs, DataLoaderConfiguration as DataLoaderConfiguration
+from .plugins.handlers import GradScalerKwargs as GradScalerKwargs
 from .plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs, ProfileKwargs as ProfileKwargs
 from .plugins.parallelism import ParallelismConfig as ParallelismConfig
 from .plugins.parallelism import PipelineParallelConfig as PipelineParallelConfig
-from .plugins.recompute import ActivationCheckpointing as ActivationCheckpointing
 from .settings.labels import DDPCommunicationHookType as DDPCommunicationHookType, DistributedType as DistributedType
 from .state import PartialState as PartialState
 from . import accelerator as accelerator, big_modeling as big_modeling, checkpointing as checkpointing

@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from .distributed.mesh import Mesh
     from .parallel.streaming import Adapters, WeightStream
     from .plugins import Engine
-    from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import (
         AutocastKwargs,
+        DataLoaderConfiguration,
         GradScalerKwargs,
         InitProcessGroupKwargs,
         KwargsHandler,

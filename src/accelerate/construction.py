@@ -20,11 +20,12 @@ from .errors import ArgumentError, SettingError
 from .lazy import function_in_use
 from .logging import install_rich_tracebacks
 from .plugins import Plugins
-from .plugins.data import DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs
 from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .plugins.handlers import (
+    ActivationCheckpointing,
     AutocastKwargs,
+    DataLoaderConfiguration,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -32,7 +33,6 @@ from .plugins.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .plugins.recompute import ActivationCheckpointing
 from .precision import Precision
 from .precision import choose as choose_precision
 from .seams import LoopHook, LoopHooks, check_is_there, load, loop_hooks
@@ -58,8 +58,7 @@ NAMES_OF_ACCELERATOR: Final = {
     "devices.hardware": "is_bf16_available",
     "hooks.align": "get_state_dict_offloaded_model",
     "parallel.fsdp.files": "fsdp2_prepare_model",
-    "plugins.data": "DataLoaderConfiguration",
-    "plugins.handlers": "TorchDynamoPlugin AutocastKwargs ProfileKwargs ProjectConfiguration",
+    "plugins.handlers": "AutocastKwargs DataLoaderConfiguration ProfileKwargs ProjectConfiguration TorchDynamoPlugin",
     "plugins.fp8": "TERecipeKwargs",
     "plugins.fsdp": "FullyShardedDataParallelPlugin",
     "plugins.parallelism": "ParallelismConfig TorchTensorParallelPlugin",

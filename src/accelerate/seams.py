@@ -312,7 +312,7 @@ class Guest:
         strategies: parallelism strategies.
         members: environment variable that a launcher sets -> ``module:function``, called with the rank of a process
             that joins such a world. It returns its :class:`Members`.
-        settings: ``module:name`` of the rows of its groups of settings (``accelerate.settings.group.Group``).
+        settings: ``module:name`` of the rows of its groups of settings (``accelerate.settings.option.Group``).
             The module is imported with the settings, so it imports neither torch nor an engine.
     """
 

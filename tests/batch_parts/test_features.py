@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.errors import NotBuilt, PreparationError, SettingError
 from accelerate.local_sgd import LocalSGD
-from accelerate.plugins.recompute import ActivationCheckpointing
+from accelerate.plugins.handlers import ActivationCheckpointing
 from accelerate.utils import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,

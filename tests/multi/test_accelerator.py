@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.errors import DistributedOperationException
-from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
-from accelerate.plugins.handlers import GradScalerKwargs, TorchDynamoPlugin
+from accelerate.plugins.handlers import DataLoaderConfiguration, GradScalerKwargs, TorchDynamoPlugin
 from accelerate.settings.labels import DDPCommunicationHookType
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker

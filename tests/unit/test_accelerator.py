@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, disk_offload
 from accelerate.data_loader import ResumeWarning
 from accelerate.errors import MissingDependency, PreparationError, SettingError
-from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProfileKwargs,

@@ -25,7 +25,7 @@ from ..lazy import function_in_use
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import is_sharded, moved
 from ..plugins import Placeholder, Plugins
-from ..plugins.data import DataLoaderConfiguration
+from ..plugins.handlers import DataLoaderConfiguration
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState

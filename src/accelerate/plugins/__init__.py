@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, final
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallelPlugin
-    from .handlers import TorchDynamoPlugin
+    from .handlers import ActivationCheckpointing, TorchDynamoPlugin
     from .parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .recompute import ActivationCheckpointing
 
 
 class Engine(Protocol):

@@ -1,15 +1,18 @@
-"""The base of the option classes, and the options of autocast, process groups, profiler, project and compiler."""
+"""The base of the option classes, and those of most parts of a run.
+
+They are for autocast, process groups, profiler, accumulation, data loaders, project, compiler and checkpointing.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -17,17 +20,20 @@ from torch.profiler import ProfilerActivity
 from ..callers import muted
 from ..errors import SettingError
 from ..names import PROFILE_PATTERN_NAME
+from ..optional import require
 from ..settings import env
 from ..settings.labels import DynamoBackend
 from ..settings.option import OptionGroup, Source, options_of
 from ..settings.training import (
     AccumulationOptions,
     AutocastOptions,
+    DataLoaderOptions,
     DynamoOptions,
     GradScalerOptions,
     ProcessGroupOptions,
     ProfileOptions,
     ProjectOptions,
+    RecomputeOptions,
 )
 
 if TYPE_CHECKING:
@@ -205,6 +211,31 @@ class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
 
 
 # --------------------------------------------------------------------------------------------------
+# Prepared data loaders
+
+
+@dataclass(repr=False, eq=False)
+class DataLoaderConfiguration(DataLoaderOptions):
+    """The options of prepared loaders: how they form, split, pad, order and move batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        canonicalize(self)
+        if self.use_stateful_dataloader:
+            require("torchdata", purpose="DataLoaderConfiguration(use_stateful_dataloader=True)", at_least="0.8.0")
+        if self.token_budget is None and (self.length_of is not None or self.packed):
+            raise SettingError(
+                "DataLoaderConfiguration(length_of=..., packed=...) say what fills a batch of token_budget tokens, and "
+                "token_budget isn't given. Give it, or leave them out."
+            )
+        if self.token_budget is not None and self.length_of is None:
+            raise SettingError(
+                f"DataLoaderConfiguration(token_budget={self.token_budget}) needs the lengths of the samples: give "
+                "length_of, a function of a sample, the lengths of all samples or the name of a column of them."
+            )
+
+
+# --------------------------------------------------------------------------------------------------
 # Where a run keeps its files
 
 
@@ -266,3 +297,31 @@ class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
         kwargs = super().to_kwargs()
         kwargs.pop("use_regional_compilation", None)
         return kwargs
+
+
+# --------------------------------------------------------------------------------------------------
+# Activation checkpointing
+
+#: (torch's SelectiveCheckpointContext, operator, its arguments) -> torch's CheckpointPolicy for the result.
+SavePolicy: TypeAlias = Callable[..., Any]
+
+
+@dataclass(repr=False, eq=False)
+class ActivationCheckpointing(RecomputeOptions, KwargsHandler):
+    """Activation checkpointing: the modules to recompute in the backward pass, and the results to keep.
+
+    ``modules`` is a regular expression for full module names, or a list of modules, classes and class names; None
+    chooses FSDP's wrap units, or the repeated blocks of the model. ``save_ops`` lists operators whose results are kept
+    ("mm", "sdpa", "conv", names like "aten.mm", or operators), or is a policy function for torch's
+    ``create_selective_checkpoint_contexts``.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        canonicalize(self, "offload")
+        if isinstance(self.save_ops, str):
+            raise SettingError(
+                f"ActivationCheckpointing(save_ops={self.save_ops!r}): give a list of names, as ({self.save_ops!r},)."
+            )
+        if isinstance(self.modules, (list, tuple, set)) and not self.modules:
+            raise SettingError("ActivationCheckpointing(modules=[]) chooses no module: leave it out, or name some.")

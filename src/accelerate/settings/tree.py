@@ -11,9 +11,8 @@ from .cluster_options import ClusterOptions, KubernetesOptions, RayOptions, Sage
 from .env import encode
 from .fp8 import Fp8Options
 from .fsdp import FsdpOptions
-from .group import Group
 from .launch_options import LaunchOptions, MpiOptions
-from .option import DEFAULT, OptionGroup, OptionInfo, Source, SourceKind, option_of, options_of
+from .option import DEFAULT, Group, OptionGroup, OptionInfo, Source, SourceKind, option_of, options_of
 from .parallelism import ContextParallelOptions, ParallelismOptions, SequenceParallelOptions, TensorParallelOptions
 from .preemption import PreemptionOptions
 from .run_options import ParadigmOptions, RunOptions, SwitchOptions

@@ -22,7 +22,7 @@ from ..errors import SettingError
 from ..torch_private.modules import draws_numbers
 
 if TYPE_CHECKING:
-    from ..plugins.recompute import ActivationCheckpointing, SavePolicy
+    from ..plugins.handlers import ActivationCheckpointing, SavePolicy
 
 #: Called in every forward; returns the contexts of the forward and of its recomputation.
 Contexts: TypeAlias = Callable[[], Any]

@@ -5,13 +5,12 @@ from ..guests.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..guests.megatron.plugin import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
 from ..guests.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from ..nested import TensorInformation as TensorInformation
-from ..plugins.data import DataLoaderConfiguration as DataLoaderConfiguration
 from ..plugins.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from ..plugins.fp8 import AORecipeKwargs as AORecipeKwargs, FP8RecipeKwargs as FP8RecipeKwargs
 from ..plugins.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs, TERecipeKwargs as TERecipeKwargs
 from ..plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..plugins.fsdp import get_module_class_from_name as get_module_class_from_name
-from ..plugins.handlers import AutocastKwargs as AutocastKwargs
+from ..plugins.handlers import AutocastKwargs as AutocastKwargs, DataLoaderConfiguration as DataLoaderConfiguration
 from ..plugins.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
 from ..plugins.handlers import GradScalerKwargs as GradScalerKwargs, InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..plugins.handlers import KwargsHandler as KwargsHandler, ProfileKwargs as ProfileKwargs

@@ -15,11 +15,11 @@ import torch
 
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.optional import is_installed
-from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,

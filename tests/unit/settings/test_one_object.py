@@ -10,9 +10,13 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.errors import SettingError
-from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.handlers import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.plugins.handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.plugins.parallelism import ParallelismConfig
 from accelerate.settings import env
 from accelerate.settings.env import patched

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import SettingError
 from ...optional import installed_version
-from ...settings.group import Group
-from ...settings.option import OptionGroup, option, option_group
+from ...settings.option import Group, OptionGroup, option, option_group
 
 if TYPE_CHECKING:
     from ...commands.config.questions import Questionnaire

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from ...errors import SettingError
 from ...seams import Guest
-from ...settings.group import Group
-from ...settings.option import OptionGroup, option, option_group
+from ...settings.option import Group, OptionGroup, option, option_group
 
 if TYPE_CHECKING:
     from ...settings.tree import Settings

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from ...settings.group import Group
-from ...settings.option import OptionGroup, option, option_group
+from ...settings.option import Group, OptionGroup, option, option_group
 
 
 @final

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ...errors import SettingError
 from ...optional import MEGATRON_REMEDY, can_be_found
-from ...settings.group import Group
-from ...settings.option import OptionGroup, option, option_group
+from ...settings.option import Group, OptionGroup, option, option_group
 
 if TYPE_CHECKING:
     from ...commands.config.questions import Questionnaire

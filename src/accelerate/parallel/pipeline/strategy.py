@@ -23,8 +23,8 @@ from ...distributed.world import World
 from ...errors import MissingDependency, NotBuilt, PreparationError, SettingError
 from ...modules import move_in_place
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
+from ...plugins.handlers import ActivationCheckpointing
 from ...plugins.parallelism import PipelineParallelConfig
-from ...plugins.recompute import ActivationCheckpointing
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
 from ...training.oom_retry import Retryable, RetryMode

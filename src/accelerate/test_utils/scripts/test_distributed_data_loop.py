@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins.data import DataLoaderConfiguration
+from accelerate.plugins.handlers import DataLoaderConfiguration
 
 
 class _Stream(IterableDataset[torch.Tensor]):

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.distributed.random import set_seed, synchronize_rng_states
-from accelerate.plugins.data import DataLoaderConfiguration
+from accelerate.plugins.handlers import DataLoaderConfiguration
 from accelerate.settings.labels import PrecisionType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample

@@ -17,9 +17,8 @@ from ....accelerator import Accelerator
 from ....data_loader import PreparedLoader
 from ....distributed.random import set_seed
 from ....nested import recursively_apply
-from ....plugins.data import DataLoaderConfiguration
+from ....plugins.handlers import ActivationCheckpointing, DataLoaderConfiguration
 from ....plugins.parallelism import ParallelismConfig
-from ....plugins.recompute import ActivationCheckpointing
 from ....settings.env import read
 from ....torch_private.modules import batch_fetchers
 from .kept_files import keep_files

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
 from accelerate.distributed.random import set_seed
-from accelerate.plugins.data import DataLoaderConfiguration
+from accelerate.plugins.handlers import DataLoaderConfiguration
 from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample
 
 NUM_SAMPLES = 82  # no multiple of a batch, so that the last one is completed
