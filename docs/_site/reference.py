@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import io
 import os
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from options import default_of, meaning, names, type_of
 
-from accelerate.commands.main import commands
+from accelerate.commands.main import commands, main
 from accelerate.settings.document import options_with_groups
 from accelerate.settings.option import OptionGroup, OptionInfo
 from accelerate.settings.tree import GROUPS
@@ -37,16 +36,16 @@ def commands_page() -> str:
     ]
     for name, command in commands().items():
         option = "--help-all" if name == "launch" else "--help"
-        parts += [f"## accelerate {name}", "", command.help, "", "```text", _printed(command.module, option), "```", ""]
+        parts += [f"## accelerate {name}", "", command.help, "", "```text", _printed(name, option), "```", ""]
     return "\n".join(parts)
 
 
-def _printed(module: str, option: str) -> str:
+def _printed(name: str, option: str) -> str:
     """What a command prints for its help, 100 columns wide."""
     os.environ["COLUMNS"] = "100"
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        importlib.import_module(module).main([option])
+        main([name, option])
     return output.getvalue().rstrip()
 
 

@@ -32,13 +32,12 @@ class Command:
 
     Args:
         name: the name on the command line.
-        module: the module with the function ``main(arguments) -> int``, imported when the command runs.
-        parser: the function of that module that creates the parser.
+        parser: ``module:function`` that creates the parser, imported when the command runs. The parser's default for
+            ``func`` is called with the parsed arguments, and returns the exit code, or None for 0.
         help: one line.
     """
 
     name: str
-    module: str
     parser: str
     help: str
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing.series import inspect
-from accelerate.commands import checkpoints
+from accelerate.commands.main import main
 from accelerate.errors import SettingError
 from accelerate.utils import set_seed
 from tests.batch_parts.training import Dense, data, layout_options
@@ -67,9 +67,9 @@ def test_a_file_has_the_fingerprint_of_each_third_update_on_any_number_of_ranks(
     saved = inspect(one / "6").manifest
     assert saved is not None and saved.details["fingerprint"] == lines[1][1]  # it was saved in the same body
     capsys.readouterr()
-    assert checkpoints.main([str(one), "--compare", str(sharded)]) == 0
+    assert main(["checkpoints", str(one), "--compare", str(sharded)]) == 0
     assert capsys.readouterr().out.count("equal") == 2
-    assert checkpoints.main([str(one / "7"), "--compare", str(two / "6")]) == 2  # of other updates
+    assert main(["checkpoints", str(one / "7"), "--compare", str(two / "6")]) == 2  # of other updates
 
 
 def test_the_last_update_before_a_break_and_of_an_epoch_is_written(tmp_path: Path) -> None:

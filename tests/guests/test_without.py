@@ -66,7 +66,7 @@ for found in pkgutil.walk_packages(accelerate.guests.__path__, "accelerate.guest
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 for command in commands().values():
-    load(f"{command.module}:{command.parser}")()
+    load(command.parser)()
 assert main(["--help"]) == 0 and main(["launch", "--cpu", "--num_processes", "2", "--dry-run", "-m", "json.tool"]) == 0
 assert engines()
 
@@ -193,9 +193,15 @@ def test_a_model_that_came_sharded_is_refused_without_its_guest(tmp_path: Path) 
 @pytest.mark.parametrize("is_archive", [False, True])
 def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path, is_archive: bool) -> None:
     (tmp_path / "visitor.py").write_text(
+        "import argparse\n"
         "from accelerate.seams import Command, Guest\n"
-        "GUEST = Guest(commands=(Command('greet', 'visitor', 'parser', 'Greet.'),))\n"
-        "def main(arguments):\n    print('hello', *arguments)\n    return 7\n"
+        "GUEST = Guest(commands=(Command('greet', 'visitor:greet_parser', 'Greet.'),))\n"
+        "def greet_parser():\n"
+        "    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('name')\n"
+        "    parser.set_defaults(func=greet)\n"
+        "    return parser\n"
+        "def greet(args):\n    print('hello', args.name)\n    return 7\n"
     )
     info = tmp_path / "visitor-1.0.dist-info"
     info.mkdir()

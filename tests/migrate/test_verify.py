@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.guests.scripts.migrate import migrate
-from accelerate.guests.scripts.migrate_command import main
 from accelerate.guests.scripts.verify import Comparison, Run, VerificationError, verify
 from tests.migrate.test_migrated_scripts import CONVERTED, SCRIPTS
 from tests.ranks import free_port
@@ -56,7 +56,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_conversion_that_trains_the_same_is_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("model.pt").write_text("precious")
-    assert main([str(script), "--verify", "--num-steps", "7", "--write", "--", "0.05"]) == 0
+    assert main(["migrate", str(script), "--verify", "--num-steps", "7", "--write", "--", "0.05"]) == 0
     printed = capsys.readouterr().out
     assert "The converted script trains identically (1 process, 2 processes)." in printed
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] == ["7"]]
@@ -90,7 +90,7 @@ def test_a_model_that_stays_apart_on_each_process_is_found(script: Path) -> None
 
 @slow
 def test_what_a_failed_run_said_is_shown(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(script), "--verify", "--write"]) == 1  # without its argument
+    assert main(["migrate", str(script), "--verify", "--write"]) == 1  # without its argument
     said = capsys.readouterr().err
     assert "the run 'original' failed with exit code 1" in said and "IndexError" in said
     assert script.read_text() == SCRIPT

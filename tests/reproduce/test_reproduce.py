@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.guests.reproduce.command import main
+from accelerate.commands.main import main
 from accelerate.seams import guests
 from tests.reproduce.scripts import SECRETS, TRAIN, reproduce, run_script, write_scripts
 from tests.slow import slow
@@ -52,7 +52,7 @@ def test_what_cannot_be_asked_is_refused(
     arguments: list[str], text: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(recorded)
-    assert main(arguments) == 2
+    assert main(["reproduce", *arguments]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -61,7 +61,7 @@ def test_left_out_secrets_are_asked_for(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(recorded)
-    assert main(["run"]) == 2
+    assert main(["reproduce", "run"]) == 2
     assert "--api_key" in capsys.readouterr().err
 
 
@@ -70,7 +70,7 @@ def test_each_left_out_secret_is_asked_for(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(recorded)
-    assert main(["run", "--", "--api_key", "abc"]) == 2
+    assert main(["reproduce", "run", "--", "--api_key", "abc"]) == 2
     assert "--index_url" in capsys.readouterr().err
 
 
@@ -81,16 +81,16 @@ def test_an_empty_record_and_one_without_its_end_are_told(
     shutil.copytree(recorded / "run", copied)
     lock = copied / "run.lock.json"
     whole = lock.read_bytes()
-    assert main([str(copied), "--verify_only"]) == 0
+    assert main(["reproduce", str(copied), "--verify_only"]) == 0
     assert "It has no end" not in capsys.readouterr().out
     lock.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    assert main([str(copied), "--verify_only"]) == 0
+    assert main(["reproduce", str(copied), "--verify_only"]) == 0
     assert "It has no end: the program was killed, still runs, or its last entries" in capsys.readouterr().out
     lock.write_bytes(whole.replace(b"\n", b"\r\n"))
-    assert main([str(copied), "--verify_only"]) == 1
+    assert main(["reproduce", str(copied), "--verify_only"]) == 1
     assert "line ends of run.lock.json were converted" in capsys.readouterr().out
     lock.write_bytes(b"")
-    assert main([str(copied), "--verify_only"]) == 1
+    assert main(["reproduce", str(copied), "--verify_only"]) == 1
     assert "it was emptied" in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_a_script_that_is_gone_is_named_with_its_copy(
 ) -> None:
     (recorded / "train.py").rename(tmp_path / "train.py")
     try:
-        assert main([str(recorded / "run")]) == 2
+        assert main(["reproduce", str(recorded / "run")]) == 2
     finally:
         (tmp_path / "train.py").rename(recorded / "train.py")
     assert "--write_code" in (said := capsys.readouterr().err) and "train.py" in said
@@ -110,10 +110,10 @@ def test_kept_code_is_written_to_a_new_folder(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = tmp_path / "copies"
-    assert main([str(recorded / "run"), "--write_code", str(copies)]) == 0
+    assert main(["reproduce", str(recorded / "run"), "--write_code", str(copies)]) == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines() if line.startswith(str(copies))]
     assert {path.name: path.read_text() for path in files if path.name == "train.py"} == {"train.py": TRAIN}
-    assert main([str(recorded / "run"), "--write_code", str(copies)]) == 2  # nothing is written over
+    assert main(["reproduce", str(recorded / "run"), "--write_code", str(copies)]) == 2  # nothing is written over
     assert "Name a new folder." in capsys.readouterr().err
 
 
@@ -227,4 +227,4 @@ def test_a_killed_run_keeps_a_record_that_holds(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert main([str(tmp_path / "run"), "--verify_only"]) == 0
+    assert main(["reproduce", str(tmp_path / "run"), "--verify_only"]) == 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.guests.reproduce.chain import LOCK, read_chain
-from accelerate.guests.reproduce.command import main
 from accelerate.guests.reproduce.runs import check_files
 
 
@@ -43,8 +43,8 @@ def changed(entry: Any, path: tuple[Any, ...]) -> Any:
 
 def test_an_untouched_run_has_no_problems(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(copied) == []
-    assert main([str(copied), "--verify_only"]) == 0
-    assert main([str(copied), "--verify-only"]) == 0
+    assert main(["reproduce", str(copied), "--verify_only"]) == 0
+    assert main(["reproduce", str(copied), "--verify-only"]) == 0
     out = capsys.readouterr().out
     assert "1 run, 1 launch, 2 checkpoints. The record is whole" in out
 
@@ -88,7 +88,7 @@ def test_a_change_ends_the_command_with_1_and_names_the_file(copied: Path, capsy
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert main([str(copied)]) == 1  # and nothing runs
+    assert main(["reproduce", str(copied)]) == 1  # and nothing runs
     out = capsys.readouterr().out
     assert path.name in out and "Running" not in out
 

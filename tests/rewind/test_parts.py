@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.errors import SettingError
-from accelerate.guests.rewind import bisect_command, replay_command
 from accelerate.guests.rewind.rerun import RerunError, split_command
 from accelerate.guests.rewind.run_folder import Condition, Log, Recorded, RunFolder
 from accelerate.guests.rewind.updates import Update, first_difference, stands_out
@@ -192,7 +192,6 @@ def test_what_cannot_be_asked_is_refused_before_any_replay(
     words: list[str], said: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(runs)
-    main = {"bisect": bisect_command.main, "replay": replay_command.main}[words[0]]
-    assert main(words[1:]) == 2
+    assert main(words) == 2
     shown = capsys.readouterr().err
     assert said in shown and "Replaying" not in shown and "Traceback" not in shown

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.guests.scripts.verify.findings import CODES, Finding, distance, together
 from accelerate.guests.scripts.verify.layouts import chosen
 from accelerate.guests.scripts.verify.prove import Outcome, Proof
 from accelerate.guests.scripts.verify.record import Moments
 from accelerate.guests.scripts.verify.report import as_html, as_json
-from accelerate.guests.scripts.verify_command import main
 from tests.python_path import python_path
 from tests.slow import slow_for
 from tests.verify.corpus import LOOP, PREPARE, prepare
@@ -35,25 +35,25 @@ for inputs in torch.utils.data.DataLoader(torch.randn(32, 3), 4):
 
 
 def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--explain", "v02"]) == 0
+    assert main(["verify", "--explain", "v02"]) == 0
     assert capsys.readouterr().out == f"V02: {CODES['V02']}\n"
-    assert main(["--explain", "v3"]) == 0
+    assert main(["verify", "--explain", "v3"]) == 0
     assert capsys.readouterr().out == f"V03: {CODES['V03']}\n"
     for unknown in ("V99", "3", "V0"):
-        assert main(["--explain", unknown]) == 2
+        assert main(["verify", "--explain", unknown]) == 2
         assert f"--explain {unknown}: no such code. Known: V01, " in capsys.readouterr().out
 
 
 def test_a_script_and_layouts_that_are_not_there_are_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path / "none.py")]) == 2
+    assert main(["verify", str(tmp_path / "none.py")]) == 2
     assert "none.py: there is no such file" in capsys.readouterr().err
     (tmp_path / "train.py").write_text("")
-    assert main([str(tmp_path / "train.py"), "--layouts", "ranks2,ranks3"]) == 2
+    assert main(["verify", str(tmp_path / "train.py"), "--layouts", "ranks2,ranks3"]) == 2
     assert "--layouts ranks3: no such layout. Choose among ranks2, ranks4, " in capsys.readouterr().err
     for empty in ("", ",", " "):
-        assert main([str(tmp_path / "train.py"), "--layouts", empty]) == 2
+        assert main(["verify", str(tmp_path / "train.py"), "--layouts", empty]) == 2
         assert f"--layouts {empty!r} names no layout. Choose among ranks2, " in capsys.readouterr().err
 
 
@@ -63,7 +63,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(
 ) -> None:
     (tmp_path / "train.py").write_text("")
     for place, why in (("none/out", f"there is no folder {tmp_path / 'none'}. Make it first."), (".", "is a folder.")):
-        assert main([str(tmp_path / "train.py"), option, str(tmp_path / place)]) == 2
+        assert main(["verify", str(tmp_path / "train.py"), option, str(tmp_path / place)]) == 2
         said = capsys.readouterr().err
         assert f"{option} {tmp_path / place}" in said and why in said and "Comparing" not in said
 
@@ -77,12 +77,12 @@ def test_a_script_that_is_no_program_is_refused_at_once(tmp_path: Path, capsys: 
         (b"x = '\x00'\n", f"{script}:1: it isn't valid Python ("),
     ):
         script.write_bytes(content)
-        assert main([str(script)]) == 2
+        assert main(["verify", str(script)]) == 2
         said = capsys.readouterr().err
         assert why in said and "Traceback" not in said and "Comparing" not in said
-    assert main([str(tmp_path)]) == 2
+    assert main(["verify", str(tmp_path)]) == 2
     assert f"{tmp_path} is a folder. Name the Python file to run." in capsys.readouterr().err
-    assert main([]) == 2
+    assert main(["verify"]) == 2
     assert "No script was given." in capsys.readouterr().err
 
 
@@ -91,7 +91,7 @@ def test_a_script_that_does_not_train_is_refused_with_what_it_printed(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('no data in /nowhere')")
-    assert main([str(script), "--layouts", "ranks2"]) == 2
+    assert main(["verify", str(script), "--layouts", "ranks2"]) == 2
     assert "no data in /nowhere" in capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_layouts_that_a_script_cannot_be_run_in_are_skipped_and_the_report_says_
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PLAIN)
-    assert main([str(script), "--num_steps", "2", "--report", str(tmp_path / "out.json")]) == 2
+    assert main(["verify", str(script), "--num_steps", "2", "--report", str(tmp_path / "out.json")]) == 2
     assert "skipped: the script, started as one process, makes no Accelerator" in capsys.readouterr().out
     report = json.loads((tmp_path / "out.json").read_text())
     assert {layout["state"] for layout in report["layouts"]} == {"skipped"} and report["updates"] == 2
@@ -115,7 +115,7 @@ def test_nothing_is_written_beside_the_script(tmp_path: Path, monkeypatch: pytes
     text = LOOP.replace("Accelerator()", project).replace("import set_seed", "import ProjectConfiguration, set_seed")
     saves = "torch.save(model.state_dict(), 'model.pt')\n            accelerator.save_state()\n"
     script.write_text(f"{text}            {saves}")
-    assert main([str(script), "--num_steps", "3", "--layouts", "parts2,resume"]) == 0
+    assert main(["verify", str(script), "--num_steps", "3", "--layouts", "parts2,resume"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -189,7 +189,7 @@ def test_a_layout_that_hangs_is_ended_and_the_report_names_the_rank_the_others_w
     sleep = "if accelerator.process_index == 1:\n                __import__('time').sleep(600)\n            "
     script = tmp_path / "train.py"
     script.write_text(LOOP.replace("accelerator.backward(loss)", f"{sleep}accelerator.backward(loss)"))
-    assert main([str(script), "--layouts", "ranks2", "--num_steps", "2"]) == 2
+    assert main(["verify", str(script), "--layouts", "ranks2", "--num_steps", "2"]) == 2
     said = capsys.readouterr().out
     assert "the run 'ranks2' hangs:" in said and "Verdict: the others wait for rank 1, at train.py:" in said, said
 
@@ -199,7 +199,7 @@ def test_an_error_of_the_script_is_shown_from_its_first_line_on(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("def train():\n    raise KeyError('weights')\n\ntrain()\n")
-    assert main([str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
+    assert main(["verify", str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
     said = capsys.readouterr().err
     begin = f'Traceback (most recent call last):\n  File "{script}", line 4, in <module>\n    train()\n'
     assert begin in said and "KeyError: 'weights'" in said and "observe.py" not in said
@@ -212,7 +212,7 @@ def test_a_missing_argument_of_the_script_is_told_with_where_to_give_it(
     script.write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()\n"
     )
-    assert main([str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
+    assert main(["verify", str(script), "--layouts", "ranks2", "--dtype", "float32"]) == 2
     said = capsys.readouterr().err
     assert "the following arguments are required: data\nGive the script's own arguments after --.\n" in said
 
@@ -220,6 +220,6 @@ def test_a_missing_argument_of_the_script_is_told_with_where_to_give_it(
 def test_an_optimizer_that_is_not_prepared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.replace(PREPARE, prepare("model", "loader", "scheduler")))
-    assert main([str(script), "--layouts", "parts2", "--num_steps", "2"]) == 1
+    assert main(["verify", str(script), "--layouts", "parts2", "--num_steps", "2"]) == 1
     said = capsys.readouterr().out
     assert "The optimizer steps in each micro-batch. Pass it to accelerator.prepare() [V01]" in said

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerate.commands.main import main
 from accelerate.guests.scripts.verify.findings import together
 from accelerate.guests.scripts.verify.moments import Places
-from accelerate.guests.scripts.verify_command import main
 from accelerate.parallel.state import HeldTensor
 from tests.slow import IS_SLOW, slow_for
 from tests.verify.corpus import BARE, Script
@@ -46,7 +46,7 @@ def test_a_right_script_agrees_in_every_bit(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "train.py").write_text(SCRIPT)
     report = tmp_path / "report.json"
     arguments = ["--same_bits", "--num_steps", "5", "--layouts", LAYOUTS, "--report", str(report)]
-    code = main([str(tmp_path / "train.py"), *arguments])
+    code = main(["verify", str(tmp_path / "train.py"), *arguments])
     out = capsys.readouterr().out
     assert code == 0, out
     assert "5 updates of one process in float64, and the same in layouts, compared by every bit" in out
@@ -63,7 +63,17 @@ def test_the_first_other_bit_is_named(fault: str, tmp_path: Path, capsys: pytest
     (tmp_path / "train.py").write_text(SCRIPT.replace(before, after))
     report = tmp_path / "report.json"
     main(
-        [str(tmp_path / "train.py"), "--same_bits", "--num_steps", "2", "--layouts", "ranks2", "--report", str(report)]
+        [
+            "verify",
+            str(tmp_path / "train.py"),
+            "--same_bits",
+            "--num_steps",
+            "2",
+            "--layouts",
+            "ranks2",
+            "--report",
+            str(report),
+        ]
     )
     (layout,) = json.loads(report.read_text())["layouts"]
     out = capsys.readouterr().out
@@ -73,7 +83,7 @@ def test_the_first_other_bit_is_named(fault: str, tmp_path: Path, capsys: pytest
 
 def test_a_layout_without_the_promise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("")
-    assert main([str(tmp_path / "train.py"), "--same_bits", "--layouts", "parts2"]) == 2
+    assert main(["verify", str(tmp_path / "train.py"), "--same_bits", "--layouts", "parts2"]) == 2
     assert "--layouts parts2: no such layout of --same_bits. Choose among ranks2, ranks4, fsdp2, hsdp, resume" in (
         capsys.readouterr().err
     )
@@ -83,7 +93,7 @@ def test_a_loop_that_has_no_parts_is_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("with accelerator.accumulate(model):", "if True:"))
-    assert main([str(tmp_path / "train.py"), "--same_bits", "--layouts", "ranks2"]) == 2
+    assert main(["verify", str(tmp_path / "train.py"), "--same_bits", "--layouts", "ranks2"]) == 2
     said = capsys.readouterr().err
     assert "train.py: backward() outside of accumulate(), with batch_parts=4" in said and "Traceback" not in said
 

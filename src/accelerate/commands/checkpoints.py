@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointNotFound
-from .parser import Subparsers, command_parser, run_command, spellings
+from .parser import Subparsers, command_parser, spellings
 
 if TYPE_CHECKING:
     from ..checkpointing.series import Entry
@@ -117,12 +116,3 @@ def table(entries: Sequence[Entry], best: set[str], compared: Mapping[str, str])
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     problems = [f"{entry.name}: {entry.problem}" for entry in entries if entry.problem is not None]
     return "\n".join([*lines, *([""] if problems else []), *problems])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate checkpoints`` and return its exit code."""
-    return run_command(checkpoints_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,12 +6,11 @@ import argparse
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..optional import installed_version
 from ..settings import env
-from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
+from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, spellings
 
 _LIBRARIES = ("transformers", "deepspeed", "torchao", "transformer_engine", "bitsandbytes", "torch_xla", "megatron")
 _VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "CUDA_VISIBLE")
@@ -91,12 +90,3 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
     for name, value in variables.items():
         print(f"\t{name}={value}")
     return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate env`` and return its exit code."""
-    return run_command(env_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -201,7 +201,7 @@ def _show_in_one_line(message: Warning | str, category: type[Warning], *_: objec
     print(f"accelerate launch: {category.__name__}: {message}", file=sys.stderr)
 
 
-def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, replace: bool = False) -> int:
     """Run ``accelerate launch`` and return the program's own exit code, or 2 when the launch was refused.
 
     Called as a command (without ``arguments``), a single process replaces this one (``replace``).
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None)
         parser.print_help()
         print("\naccelerate launch: no script was given.", file=sys.stderr)
         return 1
-    is_command = arguments is None if replace is None else replace
+    is_command = replace or arguments is None
     if is_command:  # no other code runs in this process
         warnings.showwarning = _show_in_one_line
     try:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from ..seams import Command, guests, guests_of_others
+from ..seams import Command, guests, guests_of_others, load
 
 _HERE: Final = __package__
 #: The commands of the core, in the order of the help.
 _CORE: Final = tuple(
-    Command(name, f"{_HERE}.{module}", f"{module}_command_parser", help)
+    Command(name, f"{_HERE}.{module}:{module}_command_parser", help)
     for name, module, help in (
         ("config", "config", "Answer a few questions about this machine and write the configuration file."),
         ("launch", "launch", "Start a program on one process or many, here or on a cluster."),
@@ -83,12 +82,19 @@ def _run(arguments: Sequence[str] | None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
         print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(known[name].module)
+    if name == "launch":
+        from . import launch
+
+        return launch.main(rest, replace=arguments is None)
     if arguments is None:  # no other code runs in this process
-        if name == "launch":
-            return module.main(rest, replace=True)
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    return module.main(rest)
+    if name == "config":  # which has subcommands
+        from . import config
+
+        return config.main(rest)
+    from .parser import run_command
+
+    return run_command(load(known[name].parser)(), rest)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,21 @@ def command_parser(
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the parser's command and return its exit code: 2, with the reason in a few lines, where it is refused."""
-    args = parser.parse_args(None if arguments is None else list(arguments))
+    """Run the parser's command and return its exit code: 2, with the reason in a few lines, where it is refused.
+
+    A parser with a default for `script_args` gets what follows ``--`` there; one with a default for `launch_flags`, the
+    options that it doesn't know.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if parser.get_default("script_args") is not None and "--" in given:
+        end = given.index("--")
+        parser.set_defaults(script_args=given[end + 1 :])
+        given = given[:end]
+    args, unknown = parser.parse_known_args(given)
+    if parser.get_default("launch_flags") is not None:
+        args.launch_flags = unknown
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: object = args.func(args)
     except BrokenPipeError:  # as main() does
@@ -260,14 +273,6 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
     for option in rows:
         add_option(parser, option)
     parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)
-
-
-def run_with_script_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the parser's command as `run_command` does, with what follows ``--`` as `script_args`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("--") if "--" in given else len(given)
-    parser.set_defaults(script_args=given[end + 1 :])
-    return run_command(parser, given[:end])
 
 
 def count(text: str) -> int:

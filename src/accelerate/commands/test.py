@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import AccelerateError
-from .parser import WHICH_FILE, Subparsers, command_parser, complain, spellings
+from .parser import WHICH_FILE, Subparsers, command_parser, spellings
 
 
 def test_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -19,7 +16,7 @@ def test_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         subparsers,
     )
     parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to test. {WHICH_FILE}")
-    parser.set_defaults(func=test_command)
+    parser.set_defaults(func=test_command, launch_flags=[])
     return parser
 
 
@@ -28,12 +25,12 @@ def script() -> Path:
     return Path(__file__).resolve().parent.parent / "test_utils" / "scripts" / "test_script.py"
 
 
-def test_command(args: argparse.Namespace, flags: Sequence[str] = ()) -> int:
+def test_command(args: argparse.Namespace) -> int:
     """Run the sanity script, print whether it succeeded and return its exit code."""
     from ..launch.local import OneProcess
     from .launch import launch_command_parser, plan_launch
 
-    argv = [*flags, str(script())]
+    argv = [*args.launch_flags, str(script())]
     if args.config_file is not None:
         argv = ["--config_file", args.config_file, *argv]
     settings, engine, plan = plan_launch(launch_command_parser().parse_args(argv))
@@ -48,16 +45,3 @@ def test_command(args: argparse.Namespace, flags: Sequence[str] = ()) -> int:
 # pytest collects functions by this name where the module is imported into a test.
 test_command.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
 test_command_parser.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate test`` and return its exit code."""
-    args, flags = test_command_parser().parse_known_args(None if arguments is None else list(arguments))
-    try:
-        return test_command(args, flags)
-    except (AccelerateError, FileNotFoundError) as error:
-        return complain("accelerate test", error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.checkpointing import write_checkpoint
-from accelerate.commands import checkpoints
+from accelerate.commands.main import main
 from accelerate.settings.training import ProjectOptions
 
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_table_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoints.main([str(run), "--best_metric", "loss", "--best-mode", "max"]) == 0
+    assert main(["checkpoints", str(run), "--best_metric", "loss", "--best-mode", "max"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", "valid"]
     assert lines[1].split()[:4] == ["checkpoint_0", "0", "4", "loss=0.25"]
@@ -44,7 +44,7 @@ def test_a_table_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_list_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoints.main([str(run / "checkpoints"), "--json", "--best_metric", "loss"]) == 0
+    assert main(["checkpoints", str(run / "checkpoints"), "--json", "--best_metric", "loss"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [(entry["name"], entry["step"], entry["valid"], entry["best"]) for entry in listed] == [
         ("checkpoint_0", 0, True, True),
@@ -71,38 +71,38 @@ def test_without_a_step_of_its_own_a_save_has_the_optimizers_updates(
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state(str(tmp_path / str(run)))
-        assert checkpoints.main([str(tmp_path / str(run)), "--json"]) == 0
+        assert main(["checkpoints", str(tmp_path / str(run)), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)[0]["step"] == (run + 1) * 4 // window
         accelerator.free_memory()
     accelerator = Accelerator(cpu=True)
     accelerator.save_state(str(tmp_path / "named"), details={"step": 700})
-    assert checkpoints.main([str(tmp_path / "named"), "--json"]) == 0
+    assert main(["checkpoints", str(tmp_path / "named"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step"] == 700
 
 
 def test_every_byte_is_compared_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = run / "checkpoints" / "checkpoint_1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    checkpoints.main([str(run)])
+    main(["checkpoints", str(run)])
     assert "content changed" not in capsys.readouterr().out
-    checkpoints.main([str(run), "--check"])
+    main(["checkpoints", str(run), "--check"])
     assert "checkpoint_1: model.safetensors: its content changed" in capsys.readouterr().out
 
 
 def test_pins_are_set_and_taken_away(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoints.main([str(run), "--pin", "checkpoint_0"]) == 0
+    assert main(["checkpoints", str(run), "--pin", "checkpoint_0"]) == 0
     assert "checkpoint_0 (pinned)" in capsys.readouterr().out
-    assert checkpoints.main([str(run), "--unpin", "0"]) == 0
+    assert main(["checkpoints", str(run), "--unpin", "0"]) == 0
     assert "pinned" not in capsys.readouterr().out
-    assert checkpoints.main([str(run), "--pin", "checkpoint_9"]) == 2
+    assert main(["checkpoints", str(run), "--pin", "checkpoint_9"]) == 2
     assert "there are checkpoint_0, checkpoint_1" in capsys.readouterr().err
 
 
 def test_the_exit_code_tells_whether_a_run_could_go_on(run: Path, tmp_path: Path) -> None:
     for number in (0, 1):
         (run / "checkpoints" / f"checkpoint_{number}" / "manifest.json").unlink()
-    assert checkpoints.main([str(run)]) == 1
-    assert checkpoints.main([str(tmp_path / "nowhere")]) == 2
+    assert main(["checkpoints", str(run)]) == 1
+    assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
 
 
 def test_a_listing_starts_without_torch(run: Path) -> None:
@@ -127,17 +127,17 @@ def saved_with_fingerprints(folder: Path, fingerprints: dict[int, str]) -> str:
 def test_fingerprints_are_shown_and_compared_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64, 20: "b" * 64, 30: "c" * 64, 40: ""})
     two = saved_with_fingerprints(tmp_path / "two", {20: "b" * 64, 30: "d" * 64, 40: "e" * 64})
-    assert checkpoints.main([one]) == 0
+    assert main(["checkpoints", one]) == 0
     assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()] == [
         "fingerprint", "a" * 12, "b" * 12, "c" * 12, "-",
     ]  # fmt: skip
-    assert checkpoints.main([one, "--compare", two]) == 1
+    assert main(["checkpoints", one, "--compare", two]) == 1
     assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()] == [
         "compared", "-", "equal", "differs", "-",
     ]  # fmt: skip
-    assert checkpoints.main([f"{one}/checkpoints/checkpoint_1", "--compare", f"{two}/checkpoints/checkpoint_0"]) == 0
+    assert main(["checkpoints", f"{one}/checkpoints/checkpoint_1", "--compare", f"{two}/checkpoints/checkpoint_0"]) == 0
     capsys.readouterr()
-    assert checkpoints.main([one, "--compare", two, "--json"]) == 1
+    assert main(["checkpoints", one, "--compare", two, "--json"]) == 1
     assert [(entry["fingerprint"], entry["compared"]) for entry in json.loads(capsys.readouterr().out)] == [
         ("a" * 64, None), ("b" * 64, "equal"), ("c" * 64, "differs"), (None, None),
     ]  # fmt: skip
@@ -148,9 +148,9 @@ def test_a_comparison_checks_the_bytes_of_both(tmp_path: Path, capsys: pytest.Ca
     weights = next(Path(two).rglob("checkpoint_1/*.safetensors"))
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert checkpoints.main([one, "--compare", two, "--check"]) == 1
+    assert main(["checkpoints", one, "--compare", two, "--check"]) == 1
     assert ["broken" in line for line in capsys.readouterr().out.splitlines()] == [False, False, True]
-    assert checkpoints.main([two, "--compare", one, "--check"]) == 1
+    assert main(["checkpoints", two, "--compare", one, "--check"]) == 1
     assert "checkpoint_1: " in capsys.readouterr().out
 
 
@@ -170,5 +170,5 @@ def test_a_comparison_of_nothing_is_refused(
     one, two = saved_with_fingerprints(tmp_path / "one", {10: "a" * 64}), str(tmp_path / "two")
     if other is not None:
         saved_with_fingerprints(tmp_path / "two", other)
-    assert checkpoints.main([one, "--compare", two]) == 2
+    assert main(["checkpoints", one, "--compare", two]) == 2
     assert f"--compare {two}: {why.format(two=two)}" in capsys.readouterr().err

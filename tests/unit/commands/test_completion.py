@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from accelerate.commands.main import commands
-from accelerate.guests.completion.command import SHELLS, main, script
+from accelerate.commands.main import commands, main
+from accelerate.guests.completion.command import SHELLS, script
 from accelerate.settings.tree import launch_options_of
 
 
@@ -73,5 +73,5 @@ def test_the_script_of_fish_names_every_flag_once_and_closes_its_quotes() -> Non
 
 def test_there_is_a_script_for_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in SHELLS:
-        assert main([shell]) == 0
+        assert main(["completion", shell]) == 0
         assert ("complete -c accelerate" if shell == "fish" else "_accelerate") in capsys.readouterr().out

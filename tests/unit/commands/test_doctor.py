@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from accelerate.commands.main import main
 from accelerate.guests.scripts.doctor import RULES, examine, fixed
-from accelerate.guests.scripts.doctor_command import main
 from accelerate.guests.scripts.migrate import Refused
 from tests.slow import slow
 
@@ -117,14 +117,14 @@ def test_the_examples_are_right(path: Path) -> None:
 def test_the_command_counts_and_fails_for_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(RIGHT)
-    assert main([str(script)]) == 0
+    assert main(["doctor", str(script)]) == 0
     assert capsys.readouterr().out == f"{script}: no problems found.\n"
     script.write_text(RIGHT.replace("accelerator.backward(loss)", "loss.backward()"))
-    assert main([str(script)]) == 1
+    assert main(["doctor", str(script)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(f"{script}:15: error: ") and printed[-1] == f"{script}: 1 error."
     script.write_text("import torch\n")
-    assert main([str(script)]) == 2
+    assert main(["doctor", str(script)]) == 2
     assert "accelerate migrate" in capsys.readouterr().err
 
 
@@ -149,17 +149,17 @@ FAULTY = RIGHT.replace("accelerator.backward(loss)", "loss.backward()  # as befo
 def test_a_fix_is_written_where_it_is_safe_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(FAULTY.replace("\n", "\r\n").encode())
-    assert main([str(script), "--diff"]) == 1
+    assert main(["doctor", str(script), "--diff"]) == 1
     shown = capsys.readouterr().out
     assert script.read_bytes() == FAULTY.replace("\n", "\r\n").encode()  # nothing is written
-    assert main([str(script), "--fix"]) == 1
+    assert main(["doctor", str(script), "--fix"]) == 1
     written, printed = script.read_bytes().decode(), capsys.readouterr().out
     assert written == FAULTY.replace("loss.backward()", "accelerator.backward(loss)").replace("\n", "\r\n")
     for text in (shown, printed):
         assert "-        loss.backward()  # as before\n+        accelerator.backward(loss)  # as before\n" in text
     assert f"{script}:20: error: `break` depends on this process's own samples" in printed  # for the author
     assert "D301" in shown and "D301" not in printed
-    assert main([str(script), "--fix"]) == 1
+    assert main(["doctor", str(script), "--fix"]) == 1
     assert script.read_bytes().decode() == written
 
 
@@ -229,7 +229,7 @@ def test_the_command_counts_neither_silenced_findings_nor_fixes_them(
     script = tmp_path / "train.py"
     text = BROKEN.replace("        accelerator.backward(loss)", FAULT)
     script.write_text(text.replace("break", "break  # accelerate: ignore[D104]"))
-    assert main([str(script), "--fix"]) == 0
+    assert main(["doctor", str(script), "--fix"]) == 0
     assert "no problems found" in capsys.readouterr().out
     assert (
         "accelerator.backward(loss)\n" in script.read_text()
@@ -239,9 +239,9 @@ def test_the_command_counts_neither_silenced_findings_nor_fixes_them(
         text.replace("break", "break  # accelerate: ignore[D104]").replace(FAULT, f"{FAULT}  # accelerate: ignore")
     )
     before = script.read_text()
-    assert main([str(script), "--fix"]) == 0 and script.read_text() == before
+    assert main(["doctor", str(script), "--fix"]) == 0 and script.read_text() == before
     script.write_text(text)
-    assert main([str(script)]) == 1
+    assert main(["doctor", str(script)]) == 1
 
 
 def test_github_shows_findings_as_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,13 +249,13 @@ def test_github_shows_findings_as_annotations(tmp_path: Path, capsys: pytest.Cap
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(FAULTY)
-    assert main([str(script), "--format", "github"]) == 1
+    assert main(["doctor", str(script), "--format", "github"]) == 1
     lines = capsys.readouterr().out.splitlines()
     name = str(script).replace("%", "%25").replace(",", "%2C").replace(":", "%3A")
     assert lines[0].startswith(f"::error file={name},line=15,title=accelerate doctor D301::`.backward()` of the loss")
     assert len(lines) == 2 and lines[1].startswith(f"::error file={name},line=20,")
     script.write_text(RIGHT.replace("    if accelerator.is_main_process:\n    ", ""))
-    assert main([str(script), "--format", "github"]) == 0
+    assert main(["doctor", str(script), "--format", "github"]) == 0
     assert capsys.readouterr().out.startswith("::notice file=")
 
 
@@ -283,7 +283,7 @@ def test_several_scripts_are_not_run_together(tmp_path: Path, capsys: pytest.Cap
     script = tmp_path / "train.py"
     script.write_text(RIGHT)
     with pytest.raises(SystemExit) as left:
-        main([str(script), str(script), "--run"])
+        main(["doctor", str(script), str(script), "--run"])
     assert left.value.code == 2
     assert capsys.readouterr().err == "accelerate doctor: --run compares the runs of one script. 2 were given.\n"
 
@@ -303,6 +303,6 @@ def test_a_run_shows_what_reading_does_not(tmp_path: Path, capsys: pytest.Captur
     apart = RIGHT.replace("torch.nn.functional.mse_loss(model(", "torch.nn.functional.mse_loss(run(model, ")
     unwrapped = "def run(model, inputs):\n    return accelerator.unwrap_model(model)(inputs)\n\nfor epoch"
     script.write_text(apart.replace("for epoch", unwrapped))  # so DDP never averages
-    assert main([str(script), "--run", "--num_steps", "3"]) == 1
+    assert main(["doctor", str(script), "--run", "--num_steps", "3"]) == 1
     printed = capsys.readouterr().out
     assert "2 processes: the loss of backward pass 2 is" in printed and "in the run of 1 process" in printed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.guests.scripts.migrate import Migration, Refused, migrate
-from accelerate.guests.scripts.migrate_command import main
 
 LOOP = """\
 import torch
@@ -406,10 +406,10 @@ def test_a_device_that_is_used_as_a_string(before: str, after: str) -> None:
 def test_the_doctor_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(LOOP)
-    main([str(path)])
+    main(["migrate", str(path)])
     assert "`accelerate doctor` finds no problems in the changed script." in capsys.readouterr().out
     path.write_text(LOOP + "if accelerator.is_main_process:\n    accelerator.wait_for_everyone()\n")
-    main([str(path), "--keep-batch"])
+    main(["migrate", str(path), "--keep-batch"])
     printed = capsys.readouterr().out
     assert (
         "split_batches=True" in printed and "`accelerate doctor` on the changed script (its lines):\n  line " in printed
@@ -494,15 +494,15 @@ def test_a_future_import_stays_first() -> None:
 def test_nothing_is_written_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP)
-    assert main([str(script)]) == 0
+    assert main(["migrate", str(script)]) == 0
     assert script.read_text() == LOOP
     printed = capsys.readouterr().out
     assert "+    accelerator.backward(loss)" in printed and "Why:" in printed
-    assert main([str(script), "--output", str(tmp_path / "new.py")]) == 0
+    assert main(["migrate", str(script), "--output", str(tmp_path / "new.py")]) == 0
     assert script.read_text() == LOOP and "Accelerator()" in (tmp_path / "new.py").read_text()
-    assert main([str(script), "--write"]) == 0
+    assert main(["migrate", str(script), "--write"]) == 0
     assert script.read_text() == (tmp_path / "new.py").read_text()
-    assert main([str(script)]) != 0
+    assert main(["migrate", str(script)]) != 0
     assert "uses accelerate already" in capsys.readouterr().err
 
 
@@ -514,7 +514,7 @@ def test_files_that_are_no_scripts_are_refused(tmp_path: Path, capsys: pytest.Ca
     ):
         if data is not None:
             (tmp_path / name).write_bytes(data)
-        assert main([str(tmp_path / name)]) != 0
+        assert main(["migrate", str(tmp_path / name)]) != 0
         assert reason in capsys.readouterr().err
 
 

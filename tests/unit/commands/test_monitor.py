@@ -14,9 +14,9 @@ from typing import Any
 import pexpect
 import pytest
 
+from accelerate.commands.main import main
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.guests.monitor import export
-from accelerate.guests.monitor.command import main
 from accelerate.guests.monitor.export import page
 from accelerate.guests.monitor.reading import Curve, RunFiles, note_of, write_note
 from accelerate.guests.monitor.records import arguments_of
@@ -203,17 +203,17 @@ def test_the_server_has_nothing_else_and_answers_nobody_else(server: Server) -> 
 def test_an_exported_page_holds_its_numbers(run: Path, tmp_path: Path) -> None:
     write(run, 0, {"event": "note", "text": "</script><script>alert(1)</script>"})
     target = tmp_path / "out" / "run.html"
-    assert main([str(run), "--export", str(target)]) == 0
+    assert main(["monitor", str(run), "--export", str(target)]) == 0
     text = target.read_text()
     assert "alert(1)" in text and "<script>alert" not in text and text.count("</script>") == page().count("</script>")
-    assert main([str(run), "--export", str(tmp_path / "run.json")]) == 0
+    assert main(["monitor", str(run), "--export", str(tmp_path / "run.json")]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["name"] == "night"
 
 
 def test_what_cant_be_shown_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main([str(tmp_path / "nowhere"), "--once"]) != 0
+    assert main(["monitor", str(tmp_path / "nowhere"), "--once"]) != 0
     assert "is not there" in capsys.readouterr().err
     with pytest.raises(SettingError, match=r"ends with \.html"):
         export.export(RunFiles(run), tmp_path / "run.pdf")
@@ -223,7 +223,7 @@ def test_what_cant_be_shown_is_refused(
 
 
 def test_the_terminal_shows_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run), "--once"]) == 0
+    assert main(["monitor", str(run), "--once"]) == 0
     printed = capsys.readouterr().out
     for text in (
         "night  SILENT  step 10",
@@ -287,7 +287,7 @@ def test_colors_are_left_out_where_they_are_not_wanted(monkeypatch: pytest.Monke
 
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--once"]) == 0
+    assert main(["monitor", str(tmp_path), "--once"]) == 0
     assert "accelerate launch --monitor" in capsys.readouterr().out
 
 
@@ -326,10 +326,10 @@ def test_a_folder_of_several_runs_lists_them_with_how_they_ended(
     runs = Runs(tmp_path)
     assert runs.find("") is None and runs.find("../night") is None
     assert seen_of(runs.find("deep/er"))["why"] == "failed: ValueError: no"
-    assert main([str(tmp_path), "--once"]) == 0
+    assert main(["monitor", str(tmp_path), "--once"]) == 0
     printed = capsys.readouterr().out
     assert "deep/er" in printed and "FAILED" in printed and "ValueError: no" in printed
-    assert main([str(tmp_path), "--export", str(tmp_path / "x.html")]) != 0
+    assert main(["monitor", str(tmp_path), "--export", str(tmp_path / "x.html")]) != 0
     assert "holds 2 runs" in capsys.readouterr().err
 
 
@@ -454,7 +454,7 @@ def test_a_server_of_the_network_writes_no_notes(run: Path) -> None:
 
 def test_a_run_is_a_table_with_every_number(run: Path, tmp_path: Path) -> None:
     target = tmp_path / "run.csv"
-    assert main([str(run), "--export", str(target)]) == 0
+    assert main(["monitor", str(run), "--export", str(target)]) == 0
     rows = list(csv.DictReader(target.read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(1, 11))
     assert [float(row["loss"]) for row in rows] == [1 / step for step in range(1, 11)]

@@ -14,7 +14,8 @@ import yaml
 
 import accelerate
 from accelerate import __version__
-from accelerate.commands import env, to_fsdp2
+from accelerate.commands import to_fsdp2
+from accelerate.commands.main import main
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.guests.xla import tpu_command as tpu
 from tests.slow import slow
@@ -39,7 +40,7 @@ def test_env_prints_versions_devices_variables_and_the_configuration(
     path.write_text("distributed_type: 'NO'\n")
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "INFO")
     monkeypatch.setenv("ACCELERATE_API_KEY", "secret")
-    assert env.main(["--config_file", str(path)]) == 0
+    assert main(["env", "--config_file", str(path)]) == 0
     out = capsys.readouterr().out
     for expected in (accelerate.__version__, "PyTorch", "gloo", "ACCELERATE_LOG_LEVEL=INFO", "distributed_type: 'NO'"):
         assert expected in out

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.main import main
 from accelerate.errors import SettingError
 from accelerate.guests.diloco import IslandOptions
 from accelerate.guests.estimate import plan_command as command
@@ -163,12 +164,12 @@ def test_the_command_prints_the_table_in_binary_units_and_how_to_launch_it(
     before = set(tmp_path.iterdir())
     arguments = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1500KiB", "--batch", "4", "--sequence", "16"]
     arguments += ["--reserve", "0", "--mixed-precision", "no"]
-    assert command.main(arguments) == 0
+    assert main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "Chosen: fsdp" in out and "1.46 MiB" in out and not re.search(r"\d [KMGT]B", out)
     assert out.splitlines()[-1].startswith("  accelerate launch --use_fsdp ")
     assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
-    assert command.main([*arguments, "--config_file", "my plan.yaml"]) == 0
+    assert main(["plan", *arguments, "--config_file", "my plan.yaml"]) == 0
     assert "accelerate launch --config_file 'my plan.yaml' SCRIPT.py" in capsys.readouterr().out.splitlines()[-1]
     written = file.read("my plan.yaml")
     assert written["distributed_type"] == "FSDP"
@@ -178,7 +179,7 @@ def test_the_command_prints_the_table_in_binary_units_and_how_to_launch_it(
 def test_the_printed_command_launches_the_planned_script_with_its_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command.main(["train.py", "--gpus", "2", "--memory", "2MB", "--", "5", "two words"]) == 0
+    assert main(["plan", "train.py", "--gpus", "2", "--memory", "2MB", "--", "5", "two words"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[:2] == ["accelerate", "launch"] and words[-3:] == ["train.py", "5", "two words"]
     read = settings_of(launch_command_parser().parse_args(words[2:]))
@@ -188,10 +189,10 @@ def test_the_printed_command_launches_the_planned_script_with_its_arguments(
 def test_a_function_that_only_builds_the_model_is_planned_without_activations_and_it_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command.main(["models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--mixed_precision", "no"]) == 0
+    assert main(["plan", "models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--mixed_precision", "no"]) == 0
     out = capsys.readouterr().out
     assert "Without activations" in out and "inputs(batch, sequence)" in out and "Chosen: ddp2" in out
-    assert command.main(["models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--json"]) == 0
+    assert main(["plan", "models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "inputs(batch, sequence)" in found["activations_left_out"]
     assert found["ways"][0]["weights"] == 4 * 8 * (64 * 256 * 2 + 64 + 256)
@@ -199,7 +200,7 @@ def test_a_function_that_only_builds_the_model_is_planned_without_activations_an
 
 def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        command.main(["models_to_plan.py:build", "--gpus", "2", "--memory", "80GB", "--json", "--config_file", ""]) == 0
+        main(["plan", "models_to_plan.py:build", "--gpus", "2", "--memory", "80GB", "--json", "--config_file", ""]) == 0
     )
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == "ddp2" and found["memory"] == 80 * 10**9
@@ -210,7 +211,7 @@ def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_script_runs_up_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["train.py", "--gpus", "2", "--memory", "1GB", "--json", "--", "5"]) == 0
+    assert main(["plan", "train.py", "--gpus", "2", "--memory", "1GB", "--json", "--", "5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "train.py" and found["batch"] == 5
     numbers = 8 * (64 * 256 * 2 + 64 + 256)
@@ -229,7 +230,7 @@ def test_a_script_that_prepares_no_model_says_so(
     program: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.py").write_text(program, encoding="utf-8")
-    assert command.main(["bad.py", "--gpus", "2", "--memory", "1GB"]) == 2
+    assert main(["plan", "bad.py", "--gpus", "2", "--memory", "1GB"]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
 
 
@@ -263,7 +264,7 @@ def test_islands_keep_outer_weights_and_send_a_byte_for_each(gpus: int, islands:
 
 def test_a_plan_of_islands_says_what_they_send(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1GB", "--islands", "2"]
-    assert command.main(words) == 0
+    assert main(["plan", *words]) == 0
     shown = capsys.readouterr().out
     assert "Chosen: ddp8+islands2" in shown and "to each of 1 other islands, in 8 bits" in shown
     assert "--islands 2" in shown[shown.index("accelerate launch") :]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.commands.main import main
 from accelerate.errors import SettingError
 from accelerate.guests.monitor import hours as report
 from accelerate.guests.monitor import ledger as module
@@ -256,7 +257,7 @@ def test_clocks_of_two_hosts_that_differ_make_no_negative_time(tmp_path: Path) -
 def test_the_report_is_a_table_of_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, line(10, 0), line(3600, 3590))
     write(tmp_path, 7200, line(10, 1795, first_update=1795, loads=1), line(3610, 5395, first_update=1795, loads=1))
-    assert report.main([str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("5,395 updates, 2 starts, 3:00:10 wall-clock time\n")
     rows = {text[:22].strip(): text[22:].split() for text in shown.splitlines()[3:-2]}
@@ -264,7 +265,7 @@ def test_the_report_is_a_table_of_hours(tmp_path: Path, capsys: pytest.CaptureFi
     assert rows["repeated steps"] == ["0.499", "29:55", "16.6%", "1,795", "updates"]
     assert rows["total"] == ["3.003", "3:00:10", "100.0%"]
     assert shown.endswith("goodput 44.9%: share of the total time in steps that were kept\n")
-    assert report.main([str(tmp_path), "--json"]) == 0
+    assert main(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == hours(tmp_path)
 
 

@@ -153,7 +153,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nNothing was written.", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,7 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "completion",
-            f"{__name__}.command",
-            "completion_command_parser",
+            f"{__name__}.command:completion_command_parser",
             "Print a script that lets bash, zsh or fish complete this command.",
         ),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, cast
 
@@ -66,7 +65,7 @@ def _flags() -> dict[tuple[str, ...], list[_Flag]]:
     found: dict[tuple[str, ...], list[_Flag]] = {("launch", "test"): launch}
     for name, command in commands().items():
         if name not in ("launch", "test"):
-            found[name,] = list(_flags_of(load(f"{command.module}:{command.parser}")()))
+            found[name,] = list(_flags_of(load(command.parser)()))
     return found
 
 
@@ -138,15 +137,10 @@ def completion_command_parser(subparsers: Subparsers | None = None) -> argparse.
     )
     parser = command_parser("completion", description, subparsers)
     parser.add_argument("shell", choices=SHELLS, help="The shell.")
+    parser.set_defaults(func=completion_command)
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the completion script and return 0."""
-    args = completion_command_parser().parse_args(None if arguments is None else list(arguments))
+def completion_command(args: argparse.Namespace) -> None:
+    """Print the completion script."""
     print(script(args.shell), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,14 +17,12 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "estimate-memory",
-            f"{__name__}.command",
-            "estimate_command_parser",
+            f"{__name__}.command:estimate_command_parser",
             "Say how much memory a model needs.",
         ),
         Command(
             "plan",
-            f"{__name__}.plan_command",
-            "plan_command_parser",
+            f"{__name__}.plan_command:plan_command_parser",
             "Propose how to spread a training run over GPUs, by the memory it needs.",
         ),
     )

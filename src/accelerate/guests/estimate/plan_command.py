@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, count, spellings
 from ...launch.arguments import flags_of
 from ...settings import file
 from ...settings.option import Source
@@ -171,8 +171,3 @@ def settings_of(
     source = Source("file", "accelerate plan")
     layer = {"launch.distributed_type": (label, source), **{name: (value, source) for name, value in values.items()}}
     return collect({}, {}, file=layer)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate plan`` and return its exit code."""
-    return run_with_script_arguments(plan_command_parser(), arguments)

@@ -63,14 +63,12 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "monitor",
-            f"{__name__}.command",
-            "monitor_command_parser",
+            f"{__name__}.command:monitor_command_parser",
             "Show a run while it trains: a live page, or the terminal.",
         ),
         Command(
             "report",
-            f"{__name__}.hours",
-            "report_command_parser",
+            f"{__name__}.hours:report_command_parser",
             "Say where the hours of a run went, over all its restarts.",
         ),
     ),

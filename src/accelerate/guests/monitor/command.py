@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...commands.parser import Subparsers, command_parser, run_command
+from ...commands.parser import Subparsers, command_parser
 from ...errors import SettingError
 from . import terminal
 from .export import export
@@ -68,7 +68,8 @@ def monitor_command(args: argparse.Namespace) -> int:
     if args.once or not sys.stdout.isatty():
         print("\n".join(terminal.screen(snapshot(run), 120)))
     else:
-        terminal.watch(run, sys.stdout)
+        with suppress(KeyboardInterrupt):
+            terminal.watch(run, sys.stdout)
     return 0
 
 
@@ -87,19 +88,11 @@ def _list(runs: Runs, args: argparse.Namespace) -> int:
 def _serve(runs: Runs, args: argparse.Namespace) -> int:
     server = server_of(runs, args.host, args.port)
     waits = "" if runs.folder.exists() else f"  {args.run} doesn't exist yet; waiting for a run to start."
-    print(f"Showing {runs.folder.name} at {server.url}  (Ctrl-C ends){waits}", flush=True)
-    if args.open:
-        import webbrowser
+    with server, suppress(KeyboardInterrupt):
+        print(f"Showing {runs.folder.name} at {server.url}  (Ctrl-C ends){waits}", flush=True)
+        if args.open:
+            import webbrowser
 
-        webbrowser.open(server.url)
-    with server:
+            webbrowser.open(server.url)
         server.serve_forever()
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate monitor`` and return its exit code."""
-    try:
-        return run_command(monitor_command_parser(), arguments)
-    except KeyboardInterrupt:
-        return 0

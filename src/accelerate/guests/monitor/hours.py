@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, final
 
-from ...commands.parser import Subparsers, command_parser, run_command
+from ...commands.parser import Subparsers, command_parser
 from ...errors import SettingError
 from ...watching import format_duration
 from .document import Hours
@@ -274,8 +274,3 @@ def table(found: Hours) -> str:
 
 def _row(seconds: float, wall: float) -> str:
     return f"{seconds / 3600:>10.3f}{format_duration(seconds):>12}{seconds / wall if wall else 0.0:>8.1%}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate report`` and return its exit code."""
-    return run_command(report_command_parser(), arguments)

@@ -31,8 +31,7 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "reproduce",
-            f"{__name__}.command",
-            "reproduce_command_parser",
+            f"{__name__}.command:reproduce_command_parser",
             "Run a recorded run again, and say whether it is equal.",
         ),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, count, spellings
 from ...errors import SettingError
 from ...wording import by_number
 from .chain import LOCK, Chain, Entry, read_chain
@@ -151,8 +151,3 @@ def _start(update: int | None, project: Path, run: RecordedRun) -> Entry | None:
         known = f"There are checkpoints at updates {at}." if at else "The run has no checkpoints."
         raise SettingError(f"--from_update {update}: there is no checkpoint up to that update. {known}")
     return max(found, key=lambda one: one["updates"])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate reproduce`` and return its exit code."""
-    return run_with_script_arguments(reproduce_command_parser(), arguments)

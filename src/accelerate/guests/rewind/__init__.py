@@ -17,14 +17,12 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "bisect",
-            f"{__name__}.bisect_command",
-            "bisect_command_parser",
+            f"{__name__}.bisect_command:bisect_command_parser",
             "Find the update, samples and module with which something in a run began.",
         ),
         Command(
             "replay",
-            f"{__name__}.replay_command",
-            "replay_command_parser",
+            f"{__name__}.replay_command:replay_command_parser",
             "Open a run at one of its updates, or try it on from there.",
         ),
     ),

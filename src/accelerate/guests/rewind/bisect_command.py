@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, spellings
 from ...errors import SettingError
 
 if TYPE_CHECKING:
@@ -153,8 +153,3 @@ def shown(function: str | None, samples: Sequence[int]) -> list[tuple[str, str]]
 
 def _numbers(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in values.items())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate bisect`` and return its exit code."""
-    return run_with_script_arguments(bisect_command_parser(), arguments)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, count, spellings
 from ...errors import SettingError
 from .bisect_command import add_run_options, search_of
 
@@ -98,8 +97,3 @@ def replay_command(args: argparse.Namespace) -> int:
     )
     code.interact(banner=banner, local=names, exitmsg="")
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate replay`` and return its exit code."""
-    return run_with_script_arguments(replay_command_parser(), arguments)

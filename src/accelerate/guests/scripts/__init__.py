@@ -15,20 +15,17 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "migrate",
-            f"{__name__}.migrate_command",
-            "migrate_command_parser",
+            f"{__name__}.migrate_command:migrate_command_parser",
             "Turn a raw PyTorch script into one for any number of processes.",
         ),
         Command(
             "doctor",
-            f"{__name__}.doctor_command",
-            "doctor_command_parser",
+            f"{__name__}.doctor_command:doctor_command_parser",
             "Report what an accelerated script does differently on several processes.",
         ),
         Command(
             "verify",
-            f"{__name__}.verify_command",
-            "verify_command_parser",
+            f"{__name__}.verify_command:verify_command_parser",
             "Train some updates in several layouts, and say what differs from one process.",
         ),
     ),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, complain_and_exit, run_with_script_arguments
+from ...commands.parser import Subparsers, command_parser, complain_and_exit
 from .verify_command import add_num_steps, runs_agree
 
 if TYPE_CHECKING:
@@ -114,12 +112,3 @@ def _ranks_agree(args: argparse.Namespace) -> bool:
         lambda: [compare_ranks(args.scripts[0], args.script_args, args.num_steps)],
         "Two processes train identically to one",
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate doctor`` and return its exit code; 2 if a script can't be read."""
-    return run_with_script_arguments(doctor_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, spellings
 from .verify_command import add_num_steps, runs_agree
 
 if TYPE_CHECKING:
@@ -115,12 +114,3 @@ def shown(found: Migration, *, colored: bool = False) -> str:
         lines += ["", "Not changed, please review:"]
         lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.notes]
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate migrate`` and return its exit code; 2 if the script is refused."""
-    return run_with_script_arguments(migrate_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
+from ...commands.parser import Subparsers, command_parser, count, spellings
 from ...wording import by_number
 
 if TYPE_CHECKING:
@@ -144,12 +144,3 @@ def runs_agree(
     if differ and otherwise:
         print(otherwise, file=sys.stderr)
     return not differ
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``accelerate verify`` and return its exit code."""
-    return run_with_script_arguments(verify_command_parser(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,7 @@ GUEST: Final = Guest(
     commands=(
         Command(
             "tpu-config",
-            f"{__name__}.tpu_command",
-            "tpu_command_parser",
+            f"{__name__}.tpu_command:tpu_command_parser",
             "Run set-up commands on every machine of a TPU pod.",
         ),
     ),

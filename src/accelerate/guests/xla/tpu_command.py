@@ -46,7 +46,7 @@ def tpu_command_parser(subparsers: Subparsers | None = None) -> argparse.Argumen
         help="Kept for old scripts: the version that runs here is installed.",
     )
     add("--debug", action="store_true", help="Print the command instead of running it.")
-    parser.set_defaults(func=tpu_command_launcher)
+    parser.set_defaults(func=_set_up_pod)
     return parser
 
 
@@ -111,6 +111,15 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     print("Successfully setup pod.")
 
 
+def _set_up_pod(args: argparse.Namespace) -> int:
+    """Run the commands on all machines, and return the exit code of gcloud if one fails."""
+    try:
+        tpu_command_launcher(args)
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    return 0
+
+
 # ------------------------------------------------------------------------ the wheel of this package
 
 # Copied to the pod's machines, as pip would install another package of this name there.
@@ -167,11 +176,4 @@ def _metadata() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate tpu-config`` and return its exit code."""
-    try:
-        return run_command(tpu_command_parser(), arguments)
-    except subprocess.CalledProcessError as error:
-        return error.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(tpu_command_parser(), arguments)
