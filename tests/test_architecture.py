@@ -233,8 +233,8 @@ FUNCTION_LIMIT: Final = 60
 #: Constructors and functions whose documented arguments alone are half of that.
 FUNCTION_LIMITS: Final = {("accelerator.py", "__init__"): 90, ("data_loader/prepare.py", "prepare_data_loader"): 88}
 #: The sums of all budgets: (code lines, files). They only go down, but for a new power among the guests (decision 026).
-CORE_LIMIT: Final = (39_990, 273)
-GUESTS_LIMIT: Final = (24_596, 162)
+CORE_LIMIT: Final = (39_750, 270)
+GUESTS_LIMIT: Final = (24_548, 162)
 #: The share of annotations with `Any` that was reached; it only goes down.
 ANY_LIMIT: Final = 0.044
 

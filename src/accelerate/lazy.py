@@ -9,7 +9,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import ResourceLoader
 
 
 def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -42,7 +45,7 @@ def names_of_stub(module: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     @functools.cache
     def homes() -> dict[str, str]:
-        return homes_of_stub(own.__loader__, f"{own.__file__}i")
+        return homes_of_stub(cast("ResourceLoader", own.__loader__), f"{own.__file__}i")
 
     def get(name: str) -> Any:
         if name == "__all__":
@@ -60,7 +63,7 @@ def names_of_stub(module: str) -> tuple[Callable[[str], Any], Callable[[], list[
     return get, lambda: sorted({*vars(own), *homes()})
 
 
-def homes_of_stub(loader: Any, stub: str) -> dict[str, str]:
+def homes_of_stub(loader: ResourceLoader, stub: str) -> dict[str, str]:
     """Return name -> module, as the stub at the path ``stub`` tells it, one import a line.
 
     ``from ..nested import find_device as find_device`` tells where a name is defined; ``from . import`` names

@@ -7,7 +7,7 @@ import gc
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, final, overload
+from typing import Concatenate, Final, ParamSpec, TypeVar, final, overload
 
 import torch
 
@@ -33,7 +33,7 @@ _OUT_OF_MEMORY_MESSAGES: Final = (
 class CopyStream:
     """A side stream that copies between host memory and one device, while the device computes."""
 
-    def __init__(self, kind: table.DeviceKind, device: torch.device, stream: Any) -> None:
+    def __init__(self, kind: table.DeviceKind, device: torch.device, stream: torch.Stream) -> None:
         self._kind, self._device, self._stream = kind, device, stream
 
     def send(self, values: Values) -> tuple[Values, torch.Event]:

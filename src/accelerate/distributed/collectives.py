@@ -82,7 +82,7 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         coordinator.begin(name, with_site=world.debug, publish=is_published)
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # whatever it is, a refused call is no operation
             require_group(name)
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
                 raise CollectiveError(coordinator.explain(error)) from error
@@ -204,7 +204,7 @@ def _disagreement(operation: str, data: object, world: World, how: str) -> Colle
     return UnequalTensors(text) if is_same_call else CollectiveError(text)
 
 
-def _named(call: list[Any]) -> str:
+def _named(call: list[object]) -> str:
     return f"`{call[0]}`" + "".join(f" ({how})" for how in call[2:] if how)
 
 

@@ -303,7 +303,7 @@ class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
 # Activation checkpointing
 
 #: (torch's SelectiveCheckpointContext, operator, its arguments) -> torch's CheckpointPolicy for the result.
-SavePolicy: TypeAlias = Callable[..., Any]
+SavePolicy: TypeAlias = Callable[..., object]
 
 
 @dataclass(repr=False, eq=False)
