@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import torch
 
@@ -42,7 +42,7 @@ class PartReplicas(Strategy):
     """One replica per process, each of which computes some of the parts."""
 
     can_repeat_passes = True
-    reduction = Reduction(is_sum=True)
+    reduction: ClassVar[Reduction] = Reduction(is_sum=True)
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import distributed as dist
@@ -45,7 +45,7 @@ class PartSharding(Strategy, ABC):
         is_last: whether it is the last one.
     """
 
-    reduction = Reduction(is_sum=True)
+    reduction: ClassVar[Reduction] = Reduction(is_sum=True)
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

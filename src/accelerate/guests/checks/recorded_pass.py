@@ -91,7 +91,7 @@ class PassRecorder:
         #: The object that can't be restored after a pass is recomputed; "" if there is none.
         self.obstacle: str = self._at_start.obstacle
         #: Whether Python state has changed since the check began, so that it may differ between ranks.
-        self.keeps_state = False
+        self.keeps_state: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
         """Return the same object, because a copy of the model isn't recorded."""

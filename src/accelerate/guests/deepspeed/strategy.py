@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -61,7 +61,7 @@ _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 class DeepSpeed(Strategy):
     """The strategy for DeepSpeed's engine, which takes model, optimizer and scheduler together."""
 
-    reduction = Reduction(
+    reduction: ClassVar[Reduction] = Reduction(
         one_backward="DeepSpeed's engine updates the parameters inside the last backward of an update"
     )
 

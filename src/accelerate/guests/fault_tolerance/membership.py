@@ -107,7 +107,7 @@ class Membership(Members):
         self.meshes: dict[tuple[str, ...], DeviceMesh] = {}  # of sharded models' DTensors, by their axes
         #: Whether it has joined but not yet reached the others' position; until then, it takes part in no exchange.
         self.is_entering = False
-        self.last_saved = ""  # the folder of the newest checkpoint
+        self.last_saved: str = ""  # the folder of the newest checkpoint
         self.ending: str = ""  # why the members save and end; empty while they go on
         self.notices: NoticeSource | None = None  # notices that this process passes on
         self.exit_code: int = PREEMPTED_EXIT_CODE  # of members that have saved and end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 
@@ -27,7 +27,7 @@ _REFUSED: Final = tuple(row.name for row in ROWS if row.condition and row.argume
 class Kept(Strategy, ABC):
     """A strategy that averages gradients over the samples of all replicas with a contribution."""
 
-    reduction = Reduction(
+    reduction: ClassVar[Reduction] = Reduction(
         one_backward="under --keep_replicas the ranks add up their gradients in the last backward of an update",
         divides_by_weights=True,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader
@@ -51,7 +51,7 @@ Batch = TypeVar("Batch")
 class Megatron(Strategy):
     """The strategy for Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
 
-    reduction = Reduction(one_backward="Megatron-LM updates the parameters inside its own step")
+    reduction: ClassVar[Reduction] = Reduction(one_backward="Megatron-LM updates the parameters inside its own step")
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

@@ -56,7 +56,7 @@ class EvaluationRecorder:
         self._is_eval = False  # the last call of `train` or `eval` was `eval`
         self._reads_loader = True  # the running evaluation has read a batch
         self._num_left = _MOST_READS
-        self.is_awaited = False  # the last step is done
+        self.is_awaited: bool = False  # the last step is done
 
     def install(self) -> None:
         """Begin to record this process."""
