@@ -107,9 +107,8 @@ def assert_same_run(run: dict[str, Any], reference: dict[str, Any], tolerance: f
     """Losses and norms of every step agree, and, in full precision, so do the weights at the end."""
     assert reference["norms"]
     for name in ("losses", "norms"):
-        torch.testing.assert_close(
-            torch.tensor(run[name]), torch.tensor(reference[name]), rtol=tolerance, atol=tolerance
-        )
+        values, expected = (torch.tensor(of[name], dtype=torch.float64) for of in (run, reference))
+        torch.testing.assert_close(values, expected, rtol=tolerance, atol=tolerance)
     if tolerance < 1e-3:
         assert list(run["weights"]) == list(reference["weights"])
         for name, value in reference["weights"].items():

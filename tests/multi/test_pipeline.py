@@ -46,6 +46,19 @@ def turning() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (4, 2)), Turned(), nn.Linear(4, 2), Turned(), nn.Flatten(), nn.Linear(16, 8))
 
 
+class Widened(nn.Module):
+    """Float64 of what comes in."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the values in double precision."""
+        return inputs.double()
+
+
+def in_float64() -> nn.Module:
+    """Blocks in a row that compute in float64."""
+    return nn.Sequential(Widened(), *as_sequence().double())
+
+
 class Branching(Network):
     """A forward that asks its inputs, and so can only be traced."""
 
@@ -157,6 +170,11 @@ def test_four_stages_train_as_one_process() -> None:
 def test_replicas_of_a_pipeline_train_as_one_process(name: str) -> None:
     variant = VARIANTS[name]
     _compare(run_on_ranks(functools.partial(_train, 4, replicas=2, **variant), 4), _alone(build=variant["build"]))
+
+
+def test_in_float64_losses_differ_by_the_order_of_sums_only() -> None:
+    ranks = run_on_ranks(functools.partial(_train, 2, {"split_points": ["3"]}, build=in_float64), 2)
+    _compare(ranks, _alone(build=in_float64), 1e-13)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])

@@ -145,9 +145,11 @@ class PipelineSchedule:
         finally:
             self._loss_of = None
             self._free()
-        loss = torch.zeros((), device=self._world.device)
+        # Every rank knows the output's precision, but only the last one the loss's: narrower ones are returned in float32.
+        precise = any(meta.dtype is torch.float64 for meta in flow.shapes[-1])
+        loss = torch.zeros((), dtype=torch.float64 if precise else torch.float32, device=self._world.device)
         if losses:
-            loss = torch.stack([part.to(torch.float32) for part in losses]).mean()
+            loss = torch.stack([part.to(loss.dtype) for part in losses]).mean()
         dist.broadcast(loss, self._rank_of(self.num_stages - 1), self._group)
         return loss
 
