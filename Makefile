@@ -54,7 +54,7 @@ slow: setup      ## what `make test` leaves out for its time: examples at full l
 		tests/examples/test_by_feature.py tests/multi/test_equal_draws.py tests/multi/test_estimates.py \
 		tests/multi/test_main_only_forms.py tests/multi/test_pretended_ranks.py tests/multi/test_reduction_order.py \
 		tests/multi/test_scaler_update.py tests/multi/test_data_loader.py tests/unit/commands/test_other_commands.py \
-		tests/unit/data_loader/test_torchdata.py
+		tests/unit/data_loader/test_torchdata.py tests/unit/data_loader/test_resumed_draws.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle tests/batch_parts

@@ -9,16 +9,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast, final
 
+import torch
 from torch.utils.data import DataLoader
 
-from ..distributed.random import broadcast_value, capture_host_streams, host_stream, host_streams, set_host_stream
+from ..distributed.random import broadcast_value, capture_host_streams, host_streams
 from ..errors import ResumeWarning
 from ..nested import send_to_device
 from ..torch_private.modules import has_running_iterator
 from .iterable import wrong_batches_error
 from .random_streams import KeyedIndices, OneByOne, SampleKeys
 from .reading import Delivery, ReadPlan, is_on_host
-from .sampling import BEGINNING, BatchInfo, ResumePosition, batches_from, same_order, unskipped
+from .sampling import BEGINNING, BatchInfo, OrderState, ResumePosition, batches_from, same_order, unskipped
 from .sharding import BatchSamplerShard, draw_unsharded
 
 if TYPE_CHECKING:
@@ -115,39 +116,27 @@ class IndexReader:
     @contextmanager
     def _beginning(self, reader: DataLoader[object]) -> Iterator[None]:
         """Enter a context for the start of torch's loader, which draws its workers' seed."""
-        loader, saved = self.loader, self.plan.saved
-        progress, generator, rank = loader.progress, loader.generator, list(loader.rank_and_size())
-        starts_workers = loader.num_workers > 0 and not has_running_iterator(reader)
-        loaded = progress.loaded_own
-        known = loaded.get("workers") if loaded.get("rank") == rank else None
-        if starts_workers and known is not None and (saved is not None or loader.persistent_workers):
-            # The workers get the seed of the saved run, so this run draws none for them.
-            before = host_stream("torch") if generator is None else generator.get_state()
-            with _torch_stream_unchanged() if saved is not None else nullcontext():
-                self._set_stream(known)
-                self._before_workers = before if saved is None else None  # the order is drawn from there
-                yield
-            self._leave_workers_stream()
-            return
-        if starts_workers:
-            state = host_stream("torch") if generator is None else generator.get_state()
-            progress.own = {"rank": rank, "workers": state}
+        loader, saved, progress = self.loader, self.plan.saved, self.loader.progress
+        starts_workers = loader.num_workers > 0 and not (loader.persistent_workers and has_running_iterator(reader))
+        known = progress.loaded_own if saved is not None or loader.persistent_workers else {}
         # A resumed pass must not draw more from the streams than the saved pass did.
-        with _torch_stream_unchanged() if saved is not None else nullcontext():
+        with host_streams(capture_host_streams(() if saved is None else ("torch",))):
+            if starts_workers:
+                generator, rank = loader.generator or torch.default_generator, list(loader.rank_and_size())
+                if known.get("rank") == rank and known.get("workers") is not None:
+                    # The order is drawn from there; the workers get the seed of the saved run.
+                    self._before_workers = generator.get_state() if saved is None else None
+                    generator.set_state(known["workers"])
+                else:
+                    progress.own = {"rank": rank, "workers": generator.get_state()}
             yield
+        self._leave_workers_stream()
 
     def _leave_workers_stream(self) -> None:
         """Continue the stream from before the workers' seed was drawn, if that hasn't been done."""
         state, self._before_workers = self._before_workers, None
         if state is not None:
-            self._set_stream(state)
-
-    def _set_stream(self, state: Any) -> None:
-        generator = self.loader.generator
-        if generator is None:
-            set_host_stream("torch", state)
-        else:
-            generator.set_state(state)
+            (self.loader.generator or torch.default_generator).set_state(state)
 
     # -- random streams of samples and workers ---------------------------------------------------------
 
@@ -192,7 +181,8 @@ class IndexReader:
     def draw(self) -> Iterator[BatchInfo]:
         """Return an iterator over the batch infos, without references to the loader.
 
-        A resumed pass has the order of the saved pass.
+        A resumed pass has the order of the saved pass. It repeats the draws that the saved pass had made, and makes all
+        later draws from the streams as they are now.
         """
         loader, saved, progress = self.loader, self.plan.saved, self.loader.progress
         self._leave_workers_stream()
@@ -200,7 +190,7 @@ class IndexReader:
         world = loader.agreeing_world(order)
         begins: AbstractContextManager[None] = nullcontext()
         if saved is not None:
-            order_state = saved.order
+            order_state = saved.order.copy()
             begins = order.starting_from(order_state)
         else:
             order_state = mine = order.capture()
@@ -212,28 +202,28 @@ class IndexReader:
         position = loader.start_position(self.plan.num_skipped, saved)
         progress.order_state, progress.position = order_state, position
         with begins:
-            draws = self._assign(position)
-            first = list(islice(draws, 1))
+            draws = self._assign(position, order_state)
+            first = list(islice(draws, 0 if saved is not None and "drawn" in saved.order else 1))
         return chain(first, draws)
 
-    def _assign(self, position: ResumePosition) -> Iterator[BatchInfo]:
+    def _assign(self, position: ResumePosition, order_state: OrderState) -> Iterator[BatchInfo]:
         loader, root = self.loader, self.root
         saved = None if self.plan.num_skipped else self.plan.saved
-        if isinstance(root, BatchSamplerShard):
+        is_sharded, dp_size = isinstance(root, BatchSamplerShard), loader.presharded_size
+        if is_sharded:
             remaining = batches_from(root.batch_sampler, position, root.num_first_batches)
             loader.progress.position = remaining.position
-            draws = root.assign(remaining)
-        else:
-            dp_size = loader.presharded_size  # a rank-aware sampler counts only its own rank's samples
+        else:  # a rank-aware sampler counts only its own rank's samples
             own = ResumePosition(position.steps, position.batches, position.samples // dp_size)
             remaining = batches_from(root, own, 0 if position == BEGINNING else self.plan.num_first_batches)
             remaining.position, self._first = position, remaining.first_batches
-            draws = draw_unsharded(remaining, dp_size, loader.coverage_of)
-        if saved is not None and not same_order(saved.fingerprint, remaining.fingerprint):
+        is_same = remaining.draw_again(order_state) or saved is None or saved.dp_size != loader.dp_size()
+        draws = root.assign(remaining) if is_sharded else draw_unsharded(remaining, dp_size, loader.coverage_of)
+        if saved is not None and not (is_same and same_order(saved.fingerprint, remaining.fingerprint)):
             warnings.warn(
                 "The sampler doesn't give the order of the run that was saved: samples of this epoch may be seen "
-                "twice or not at all. A sampler whose order depends on more than torch's, NumPy's and Python's "
-                "random numbers needs state_dict() and load_state_dict().",
+                "twice or not at all. If it draws between other draws of the script, draw when __iter__ begins, or "
+                "from its attribute `generator`. Otherwise it needs state_dict() and load_state_dict().",
                 ResumeWarning,
                 stacklevel=2,
             )
@@ -259,9 +249,3 @@ def _first_rows(batches: list[Any], num_rows: int) -> list[Any]:
         if num_rows <= 0:
             break
     return found
-
-
-@contextmanager
-def _torch_stream_unchanged() -> Iterator[None]:
-    with host_streams({"torch": host_stream("torch")}):
-        yield

@@ -584,5 +584,4 @@ def get_sampler(dataloader: DataLoader[object] | SequenceShardLoader) -> Any:
     """Return the innermost sampler of ``dataloader``, of single samples; None for an iterable dataset."""
     if isinstance(dataloader.dataset, IterableDataset):
         return None
-    samplers = samplers_of(getattr(dataloader, "batch_sampler", None) or dataloader.sampler)
-    return samplers[-1] if samplers else None
+    return samplers_of(getattr(dataloader, "batch_sampler", None) or dataloader.sampler)[-1]

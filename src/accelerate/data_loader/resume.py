@@ -145,14 +145,16 @@ class Progress:
 
     def state(self, dp_size: int, ready: OrderState) -> PositionState:
         """Return the position as JSON values and tensors; between epochs, ``ready`` is the sampler's state."""
-        batch_info, saved = self.batch_info, self.saved
+        batch_info, saved, order = self.batch_info, self.saved, (self.order_state or {}).copy()
+        if "newest" in order:
+            order["newest"] = order_fingerprint(order["newest"])
         if saved is None and batch_info is not None:
             own = dict(batch_info.own or self.own)
             saved = SavedPosition(
                 self.epoch,
                 ResumePosition(batch_info.steps, batch_info.batches, batch_info.samples),
                 dp_size,
-                self.order_state or {},
+                order,
                 order_fingerprint(batch_info.last_batch),
                 own.pop("dataset", None),
                 own,
@@ -160,7 +162,7 @@ class Progress:
             )
         elif saved is None:
             inside = self.position != BEGINNING
-            order = (self.order_state or {}) if inside else ready
+            order = order if inside else ready
             saved = SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside)
         return saved.state()
 
@@ -212,7 +214,10 @@ def note_epochs(listeners: Iterable[object], *, only_new: bool = False) -> None:
         if listener is None or (only_new and key in _known):
             continue
         try:
-            _known[key] = weakref.ref(listener, lambda _, key=key: _known.pop(key, None)), _epoch_of(listener)
+            _known[key] = (
+                weakref.ref(listener, lambda _, key=key: _known.pop(key, None)),
+                getattr(listener, "epoch", None),
+            )
         except TypeError:  # a class with slots
             continue
 
@@ -221,7 +226,7 @@ def epoch_of_script(listeners: Iterable[object]) -> int | None:
     """Return the epoch that the script has set on one of ``listeners`` since :func:`note_epochs`, or None."""
     for listener in map(_own, listeners):
         known = _known.get(id(listener))
-        epoch = _epoch_of(listener)
+        epoch = getattr(listener, "epoch", None)
         if known is not None and isinstance(epoch, int) and epoch != known[1]:
             return epoch
     return None
@@ -232,7 +237,3 @@ def _own(listener: object) -> object | None:
     if isinstance(listener, SeededSampler):
         return None
     return listener.dataset if isinstance(listener, IterableDatasetShard) else listener
-
-
-def _epoch_of(listener: object) -> object:
-    return getattr(listener, "epoch", None)

@@ -347,10 +347,31 @@ class RemainingBatches:
     fingerprint: list[int] = field(default_factory=list)  # of the batch right before the position
     order: KnownOrder | None = None  # the order of the batches' samples, if it has random access
 
+    def draw_again(self, order_state: OrderState) -> bool:
+        """Draw the batches after the position that the saved pass had drawn; note in ``order_state`` what is drawn.
+
+        Return whether the newest of them is equal to the saved one, as far as known.
+        """
+        num_drawn, newest = order_state.pop("drawn", 0), order_state.pop("newest", [])
+        if self.order is not None:  # it makes no random draws after its beginning
+            return True
+        batches = _counted(self.batches, self.position.batches, order_state)
+        self.batches = chain(list(islice(batches, max(num_drawn - self.position.batches, 0))), batches)
+        return order_state.get("drawn") != num_drawn or same_order(newest, order_fingerprint(order_state.get("newest")))
+
     @cached_property
     def first_batches(self) -> list[Any]:
         """The first batches of the epoch, for any position."""
         return self.read_first()
+
+
+def _counted(batches: Iterable[object], number: int, order_state: OrderState) -> Iterator[object]:
+    """Yield ``batches``; note in ``order_state`` the newest one, and how many the sampler was asked for."""
+    for batch in batches:
+        number += 1
+        order_state.update(drawn=number, newest=batch)
+        yield batch
+    order_state["drawn"] = number + 1  # a sampler may also draw at its end
 
 
 class PositionedBatchSampler(BatchSampler, ABC):
@@ -444,7 +465,8 @@ def known_order(sampler: object) -> KnownOrder | None:
         return KnownOrder(len(sampler), sampler.order().at, partial(sampler.set_epoch, sampler.epoch + 1))
     if not isinstance(sampler, RandomSampler) or type(sampler) not in (RandomSampler, SeedableRandomSampler):
         return None
-    if not _is_permutation(sampler):
+    size = sampler.num_samples
+    if sampler.replacement or size == 0 or size != len(sampler.data_source):  # not a permutation
         return None
     generator, seedable = sampler.generator, sampler if isinstance(sampler, SeedableRandomSampler) else None
     if seedable is not None:
@@ -454,7 +476,6 @@ def known_order(sampler: object) -> KnownOrder | None:
     elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    size = sampler.num_samples
     indices = torch.randperm(size, generator=generator)
     next_epoch = 0 if seedable is None else seedable.epoch + 1
 
@@ -465,11 +486,6 @@ def known_order(sampler: object) -> KnownOrder | None:
 
     # Only the needed part is converted to Python numbers: converting all would cost more than drawing a long order.
     return KnownOrder(size, lambda positions: indices[positions], finish)
-
-
-def _is_permutation(sampler: RandomSampler) -> bool:
-    size = sampler.num_samples
-    return not sampler.replacement and size == len(sampler.data_source) and size > 0
 
 
 def _batches_of_known_order(
@@ -524,6 +540,8 @@ class OrderState(TypedDict, total=False):
     plan: list[int]  # of a PositionedBatchSampler
     dataset: Any  # of an iterable dataset, if it has a state
     rank: list[int] | None  # the rank and number of ranks that can use the dataset's state; None: any
+    drawn: int  # how often a batch was asked for, if the sampler may draw random numbers each time
+    newest: Any  # the newest of these batches; in a checkpoint its fingerprint
 
 
 @final
