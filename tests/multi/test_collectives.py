@@ -265,7 +265,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
     "reduce of large tensors": (lambda world: reduce(uneven(world, 30_000, 3)), ["reduce`", "[30000, 2]", "[3, 2]"]),
     "reductions": (
         lambda world: reduce(torch.ones(1), ["sum", "mean"][world.rank]),
-        ["different operations", "`reduce` (sum)", "`reduce` (mean)"],
+        ["arguments that have to be the same", "`reduce` (sum)", "`reduce` (mean)"],
     ),
     "broadcast": (lambda world: broadcast(uneven(world, 1, 2)), ["broadcast`", "Process 1: [2, 2]"]),
     "broadcast of large tensors": (
@@ -279,6 +279,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
             "`broadcast` (from_process=0)",
             "`broadcast` (from_process=1)",
         ],
+    ),
+    "lists of objects": (
+        lambda world: broadcast_object_list([None] * (3 * world.rank)),
+        ["arguments that have to be the same", "(0 objects, from_process=0)", "(3 objects, from_process=0)"],
     ),
     "operations": (
         lambda world: gather(torch.ones(2)) if world.rank else gather_object([1]),

@@ -134,6 +134,8 @@ def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
     name = calls[0][0]
     if len({(call[0], *call[2:]) for call in calls}) > 1:
         lines = "\n".join(f"  - Process {rank}: {_named(call)} at {sites[rank]}" for rank, call in enumerate(calls))
+        if len({call[0] for call in calls}) == 1:
+            return f"The processes call `{name}` with arguments that have to be the same on all of them:\n{lines}"
         return f"The processes are in different operations and would wait for each other forever:\n{lines}"
     what, column = ("shape", 0) if len({call[1][0] for call in calls}) > 1 else ("dtype", 1)
     lines = "\n".join(f"  - Process {rank}: {call[1][column]} at {sites[rank]}" for rank, call in enumerate(calls))
@@ -448,11 +450,16 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> tor
 
 @verify_operation
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
-    """Overwrite `object_list`, in place, with the objects of rank `from_process`, and return it."""
+    """Overwrite `object_list`, in place, with the objects of rank `from_process`, and return it.
+
+    Raises:
+        CollectiveError: the ranks' lists aren't of the same length, as torch requires it.
+    """
     here = world_or_joined(world)
     _check_source(from_process, here)
     if here.size > 1:
-        _exchange_first_message("broadcast_object_list", None, [], here, how=f"from_process={from_process}")
+        how = f"{len(object_list)} objects, from_process={from_process}"
+        _exchange_first_message("broadcast_object_list", None, [], here, how=how)
         device = None if here.backend in _ON_HOST else here.device
         dist.broadcast_object_list(object_list, src=_global_rank(from_process, here), group=here.group, device=device)
     return object_list

@@ -70,6 +70,7 @@ ROW = torch.ones(1)
             ((ROW, ROW.double()), "torch.float64"),
         )
     ]
+    + [("broadcast_object_list", ([1], [1, 2]), "Process 1: 2 objects")],
 )
 def test_values_that_differ_between_members_are_refused_on_all(name: str, given: Any, expected: str) -> None:
     shared: dict[int, Any] = {}

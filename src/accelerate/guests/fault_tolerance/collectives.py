@@ -101,7 +101,8 @@ def _broadcast(members: Membership, tensor: Any, from_process: int = 0, **_: obj
 def _broadcast_object_list(
     members: Membership, object_list: list[Any], from_process: int = 0, **_: object
 ) -> list[Any]:
-    given = _of_one(members, "broadcast_object_list", None, object_list, from_process)
+    kind = f"{len(object_list)} objects"
+    given = _of_one(members, "broadcast_object_list", kind, object_list, from_process)
     if given is not None:
         object_list[:] = given
     return object_list
