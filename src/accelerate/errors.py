@@ -97,6 +97,9 @@ class LaunchError(AccelerateError, RuntimeError):
 class CheckpointError(AccelerateError, RuntimeError):
     """The error for a checkpoint that can't be written, read or trusted."""
 
+    #: Whether every rank raises it, with the reasons of all.
+    is_on_all_ranks: bool = False
+
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """The error for a checkpoint that doesn't exist."""

@@ -127,6 +127,55 @@ def test_an_error_on_one_rank_reaches_all_with_its_name(failing: int, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+class Failing:
+    """An object whose state can't be saved on the given ranks."""
+
+    def __init__(self, raised: Exception | None) -> None:
+        self._raised = raised
+
+    def state_dict(self) -> Any:
+        if self._raised is not None:
+            raise self._raised
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state_dict()
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+def test_each_ranks_reason_stands_once_in_every_error(failing: tuple[int, ...], tmp_path: Path) -> None:
+    """Whatever a save or a load runs of the program: blocks inside of others don't repeat what has failed."""
+
+    def attempt() -> dict[str, str]:
+        world, found = joined(), {}
+        write_checkpoint(tmp_path / "whole", custom_objects=[Failing(None)], world=world)
+        for kind in (OSError, ValueError, CheckpointError):
+            raised = kind(f"disk {world.rank} on fire") if world.rank in failing else None
+            part = Failing(raised)
+            calls = {
+                "save hook": lambda part=part: write_checkpoint(
+                    tmp_path / "ck", world=world, pre_hooks=[lambda *_: part.state_dict()]
+                ),
+                "save": lambda part=part: write_checkpoint(tmp_path / "ck", custom_objects=[part], world=world),
+                "load": lambda part=part: read_checkpoint(tmp_path / "whole", custom_objects=[part], world=world),
+            }
+            for name, call in calls.items():
+                if name == "save" and 0 not in failing:
+                    continue  # rank 0 alone asks such an object
+                with pytest.raises((kind, CheckpointError)) as caught:
+                    call()
+                found[f"{name}: {kind.__name__}"] = f"{type(caught.value).__name__}: {caught.value}"
+        return found
+
+    for result in run_on_ranks(attempt, 2):
+        for name, text in result.items():
+            named = [text.count(f"disk {rank} on fire") for rank in range(2)]
+            assert max(named) == 1 and text.count("can't") <= 1, (name, text)
+            if "can't" in text:
+                asked = range(1 if name.startswith("save:") else 2)
+                assert named == [int(rank in failing and rank in asked) for rank in range(2)], (name, text)
+
+
 def test_a_folder_that_one_rank_cannot_make_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

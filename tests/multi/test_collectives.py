@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
 import sys
 import time
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.ranks import _environment as rank_environment
 from tests.ranks import free_port, run_on_ranks
 
 Pair = namedtuple("Pair", ["first", "second"])
+ROW = torch.ones(1)
 
 DTYPES = [
     torch.float32,
@@ -263,7 +265,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
     "reduce of large tensors": (lambda world: reduce(uneven(world, 30_000, 3)), ["reduce`", "[30000, 2]", "[3, 2]"]),
     "reductions": (
         lambda world: reduce(torch.ones(1), ["sum", "mean"][world.rank]),
-        ["different operations", "`reduce` (sum)", "`reduce` (mean)"],
+        ["arguments that have to be the same", "`reduce` (sum)", "`reduce` (mean)"],
     ),
     "broadcast": (lambda world: broadcast(uneven(world, 1, 2)), ["broadcast`", "Process 1: [2, 2]"]),
     "broadcast of large tensors": (
@@ -272,7 +274,15 @@ DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
     ),
     "sources": (
         lambda world: broadcast(torch.ones(1), from_process=world.rank),
-        ["different operations", "`broadcast` (from_process=0)", "`broadcast` (from_process=1)"],
+        [
+            "`broadcast` with arguments that have to be the same",
+            "`broadcast` (from_process=0)",
+            "`broadcast` (from_process=1)",
+        ],
+    ),
+    "lists of objects": (
+        lambda world: broadcast_object_list([None] * (3 * world.rank)),
+        ["arguments that have to be the same", "(0 objects, from_process=0)", "(3 objects, from_process=0)"],
     ),
     "operations": (
         lambda world: gather(torch.ones(2)) if world.rank else gather_object([1]),
@@ -280,7 +290,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
     ),
     "padding": (
         lambda world: pad_across_processes([torch.ones(2)] * (world.rank + 1)),
-        ["pad_across_processes`", "Process 0: [1, 2, 1]", "Process 1: [1, 2, 2]"],
+        ["pad_across_processes`", "Process 0: [[2]]", "Process 1: [[2], [2]]"],
     ),
     "padding of other dimensions": (
         lambda world: pad_across_processes(torch.ones([2] * (world.rank + 1))),
@@ -307,6 +317,71 @@ def test_ranks_that_disagree_raise_on_every_rank_with_what_each_gave_and_where(d
         for name, (_, parts) in DISAGREEMENTS.items():
             for part in [*parts, "test_collectives.py:"]:
                 assert part in messages[name], (name, messages[name])
+
+
+#: By name: what ranks 0 and 1 give, and the part of the error that names the difference.
+STRUCTURES: dict[str, tuple[Any, Any, str]] = {
+    "other keys": ({"a": ROW, "b": ROW}, {"a": ROW, "c": ROW}, "process 0 has .b where process 1 has .c"),
+    "another order": ({"a": ROW, "b": ROW}, {"b": ROW, "a": ROW}, "process 0 has .a where process 1 has .b"),
+    "other keys inside": ([{"a": ROW}], [{"b": ROW}], "process 0 has .0.a where process 1 has .0.b"),
+    "other lengths": ([ROW], [ROW, ROW], "process 0 has no tensor where process 1 has .1"),
+    "no item": ([], [ROW], "process 0 has no tensor where process 1 has .0"),
+    "other lengths inside": ([[ROW], [ROW] * 2], [[ROW] * 2, [ROW]], "process 0 has .1.0 where process 1 has .0.1"),
+    "other nesting": ([ROW, ROW], [[ROW, ROW]], "process 0 has .0 where process 1 has .0.0"),
+    "a tensor and a list": (ROW, [ROW], "process 0 has a tensor where process 1 has .0"),
+    "a list and a mapping": ([ROW], {"a": ROW}, "process 0 has .0 where process 1 has .a"),
+    "a shorter tuple": (Pair(ROW, ROW), (ROW,), "process 0 has .1 where process 1 has no tensor"),
+    "keys of other types": ({torch.int8: ROW}, {None: ROW}, "process 0 has .dtype where process 1 has .NoneType"),
+}
+
+#: By name: a collective of containers.
+OF_CONTAINERS: dict[str, Callable[[Any], object]] = {
+    "gather": gather,
+    "gather to one rank": lambda data: gather(data, to=1),
+    "reduce": lambda data: reduce(data, "sum"),
+    "reduce to the mean": reduce,
+    "broadcast": broadcast,
+    "pad_across_processes": pad_across_processes,
+    "pad_across_processes of the first two": lambda data: pad_across_processes(data, num_present=2),
+}
+
+
+def test_containers_that_differ_between_ranks_are_refused_by_every_collective() -> None:
+    """Tensors are combined in order: of other keys or nesting, they would give wrong values under right names."""
+
+    def work(world: World) -> dict[tuple[str, str], str]:
+        found = {}
+        for (name, call), (kind, given) in itertools.product(OF_CONTAINERS.items(), STRUCTURES.items()):
+            try:
+                found[name, kind] = f"returned {call(given[world.rank])}"
+            except Exception as error:  # whatever is raised, and on every rank, is compared below
+                found[name, kind] = f"{type(error).__mro__} {error}"
+            assert gather(torch.ones(1)).shape == (2,)
+        return found
+
+    results = on_ranks(work)
+    wrong = [
+        (cell, text)
+        for result in results
+        for cell, text in result.items()
+        for part in ("CollectiveError", "test_collectives.py:", STRUCTURES[cell[1]][2])
+        if part not in text
+    ]
+    assert not wrong, "\n".join(f"{cell}: {text}" for cell, text in wrong)
+
+
+def test_lists_and_tuples_of_the_same_tensors_are_combined() -> None:
+    """The kind of a sequence, or of a mapping, changes no value: every rank gets its own back."""
+
+    def work(world: World) -> Any:
+        sequence = ([ROW, ROW], (ROW, ROW))[world.rank]
+        mapping: Any = ({"a": ROW, "b": []}, UserDict(a=ROW))[world.rank]  # what is empty has no tensors to combine
+        key = object()  # its text differs between the ranks
+        gathered = gather([sequence, mapping, {key: ROW}])
+        assert type(gathered[0]) is type(sequence) and type(gathered[1]) is type(mapping) and key in gathered[2]
+        return [len(tensor) for tensor in (*gathered[0], gathered[1]["a"], gathered[2][key])]
+
+    assert on_ranks(work) == [[2, 2, 2, 2]] * 2
 
 
 def test_a_mismatch_at_module_level_names_its_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from accelerate import Accelerator
 from accelerate.data_loader.gathering import AssumedLoaderWarning
 from accelerate.errors import CollectiveError
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, listify
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
@@ -262,6 +262,45 @@ def test_tensors_of_different_numbers_of_rows_are_joined() -> None:
     expected = [*range(19)]
     assert first == (expected[::2], expected, expected)
     assert second == (expected[::2], expected, True)
+
+
+IDS = torch.tensor([7])
+#: By name: tensors of equal shapes in what ranks 0 and 1 give, and what is gathered; None if it is refused.
+CONTAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "other keys": ({"a": IDS}, {"b": IDS}, None),
+    "other keys inside": ([{"a": IDS}, IDS], [{"b": IDS}, IDS], None),
+    "more keys": ({"a": IDS, "b": IDS}, {"a": IDS}, None),
+    "other nesting": ((IDS, IDS), ((IDS, IDS),), None),
+    "other fields": (Outputs(IDS, IDS, IDS), Outputs(IDS, IDS, (IDS,)), None),
+    "another type": (Outputs(IDS, IDS, IDS), {"logits": IDS, "names": IDS, "lost": IDS}, None),
+    "a shorter tuple": ((IDS, IDS), (IDS,), None),
+    "a tensor and a tuple": (IDS, (IDS,), None),
+    "another order": ({"a": IDS, "b": IDS + 1}, {"b": IDS + 1, "a": IDS}, {"a": [7, 7], "b": [8, 8]}),
+    "a longer list": ([IDS, IDS], [IDS], [[7], [7], [7]]),
+}
+
+
+def differing_containers() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    found: dict[str, Any] = {}
+    for name, given in CONTAINERS.items():
+        try:
+            found[name] = listify(accelerator.gather_for_metrics(given[accelerator.process_index]))
+        except CollectiveError as error:
+            found[name] = str(error)
+        merged = accelerator.gather_for_metrics({accelerator.process_index: IDS}, use_gather_object=True)
+        assert merged == {0: IDS, 1: IDS}
+    return found
+
+
+def test_tensors_of_other_names_are_never_joined() -> None:
+    for result in run_on_ranks(differing_containers, 2):
+        for name, (*_, expected) in CONTAINERS.items():
+            if expected is None:
+                assert "containers of tensors differ" in result[name], (name, result[name])
+                assert "on rank 0" in result[name] and "on rank 1" in result[name], (name, result[name])
+            else:
+                assert result[name] == expected, name
 
 
 def after_the_loop() -> Any:

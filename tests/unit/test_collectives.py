@@ -107,18 +107,18 @@ def test_a_chained_operation_reports_under_its_own_name() -> None:
 
 
 def test_a_mismatch_names_operation_shapes_and_processes() -> None:
-    same = ['["gather", ["[2, 3]", ["float32"]]]'] * 2
+    same = ['["gather", ["[2, 3]", ["float32"], [""]]]'] * 2
     assert collectives._mismatch(same, ["a.py:1", "a.py:1"]) is None
-    shapes = [same[0], '["gather", ["[2, 4]", ["float32"]]]']
+    shapes = [same[0], '["gather", ["[2, 4]", ["float32"], [""]]]']
     message = collectives._mismatch(shapes, ["a.py:1", "b.py:2"])
     assert message is not None
     assert "Operation: `accelerate.utils.operations.gather`" in message
     assert "- Process 0: [2, 3] at a.py:1" in message
     assert "- Process 1: [2, 4] at b.py:2" in message
-    dtypes = collectives._mismatch([same[0], '["gather", ["[2, 3]", ["int64"]]]'], ["", ""])
+    dtypes = collectives._mismatch([same[0], '["gather", ["[2, 3]", ["int64"], [""]]]'], ["", ""])
     assert dtypes is not None
     assert "dtype mismatches" in dtypes
-    calls = collectives._mismatch([same[0], '["reduce", ["[2, 3]", ["float32"]]]'], ["a.py:1", "b.py:2"])
+    calls = collectives._mismatch([same[0], '["reduce", ["[2, 3]", ["float32"], [""]]]'], ["a.py:1", "b.py:2"])
     assert calls is not None
     assert "`reduce` at b.py:2" in calls
 

@@ -159,8 +159,16 @@ def load_onto_devices(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
     loaded: Callable[[str], None] | None = None,
+    dispatches: bool = False,
 ) -> dict[str, Entry]:
-    """Load like :func:`load_checkpoint_in_model`, and return the index of the offloaded weights."""
+    """Load like :func:`load_checkpoint_in_model`, and return the index of the offloaded weights.
+
+    Args:
+        dispatches: the model is dispatched next, so each of its parameters needs values.
+
+    Raises:
+        CheckpointMismatch: the checkpoint has other names or shapes than the model needs.
+    """
     wanted: Any = _get_proper_dtype(dtype)
     world = current_world()
     if world is not None and world.is_distributed and (broadcast_from_rank0 or model_has_dtensor(model)):
@@ -168,7 +176,7 @@ def load_onto_devices(
         return {}
     weight_files = [open_weight_file(path) for path in find_files(checkpoint)]
     loading = _CheckpointLoader(model, weight_files, device_map, offload_buffers, offload_8bit_bnb, loaded)
-    loading.check(strict, checkpoint)
+    loading.check(strict, checkpoint, dispatches=dispatches)
     kept = tuple(keep_in_fp32_modules or ()) if wanted is torch.float16 else ()
 
     def target_dtype(name: str, found: torch.dtype) -> torch.dtype:
@@ -264,7 +272,7 @@ class _CheckpointLoader:
         group = next((group for group in self.ties if name in group), ())
         return next((other for other in group if other in self.stored), None)
 
-    def check(self, strict: bool, checkpoint: object) -> None:
+    def check(self, strict: bool, checkpoint: object, *, dispatches: bool) -> None:
         """Raise unless the names and shapes of the checkpoint are those of the model.
 
         Raises:
@@ -294,6 +302,12 @@ class _CheckpointLoader:
         )
         if strict:
             raise CheckpointMismatch(f"{checkpoint} doesn't fit this {type(self.model).__name__} (strict=True): {text}")
+        if dispatches and any(self.targets[name].is_meta and name not in self.buffers for name in missing):
+            raise CheckpointMismatch(
+                f"{checkpoint} doesn't fit this {type(self.model).__name__}, whose parameters on the meta device get "
+                f"their values from it: {text}. Load this model's own checkpoint, or give the others values first "
+                "(set_module_tensor_to_device)."
+            )
         _log.warning("%s: %s. These are left as they are; strict=True makes this an error.", checkpoint, text)
 
     def _device_for(self, name: str) -> torch.device | str:

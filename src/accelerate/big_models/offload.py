@@ -38,10 +38,7 @@ def index_path(folder: str | PathLike[str]) -> Path:
 
 
 def offload_weight(
-    weight: torch.Tensor,
-    weight_name: str,
-    offload_folder: str | PathLike[str],
-    index: dict[str, Entry] | None = None,
+    weight: torch.Tensor, weight_name: str, offload_folder: str | PathLike[str], index: dict[str, Entry] | None = None
 ) -> dict[str, Entry]:
     """Write the values of ``weight`` into the folder; return ``index`` (by default a new one) with its entry.
 

@@ -106,11 +106,7 @@ def no_split_classes(given: str | Iterable[str] | None) -> frozenset[str]:
 
 def own_parts(module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
     """Return the parts of a module by name: its own parameters, its children, its own buffers."""
-    return [
-        *module.named_parameters(recurse=False),
-        *module.named_children(),
-        *module.named_buffers(recurse=False),
-    ]
+    return [*module.named_parameters(recurse=False), *module.named_children(), *module.named_buffers(recurse=False)]
 
 
 def layers_in(modules: SizedModules, no_split: frozenset[str]) -> Iterable[str]:

@@ -121,10 +121,12 @@ class Ranks:
             return
         if error is not None and not isinstance(error, (OSError, CheckpointError)):
             raise error  # on its own rank, the error of a hook or an object keeps its type
-        if self.size == 1 and isinstance(error, kind):
-            raise error
+        if isinstance(error, kind) and (self.size == 1 or error.is_on_all_ranks):
+            raise error  # of a block inside of this one: the text names the ranks already
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise kind(f"can't {what}: {reasons}") from error
+        problem = kind(f"can't {what}: {reasons}")
+        problem.is_on_all_ranks = True
+        raise problem from error
 
     def close(self) -> None:
         """Wait until every live rank has read all messages, then stop the exchange."""

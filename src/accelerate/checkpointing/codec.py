@@ -382,15 +382,7 @@ def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str =
         return _Decoder(tensor_of).decode(document)
     except CheckpointError:
         raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{name}: not a state that this version can read ({type(error).__name__}: {error})"
         ) from error

@@ -366,6 +366,8 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
     """Run the hooks, which write their files immediately; collect this rank's items."""
     weights, run, everything = items.weights(), items.run, not saving.selection.model_only
     run_hooks(saving.store, staging, [partial(hook, list(run.models), weights) for hook in run.save_hooks])
+    # An exchange between the ranks, so before anything that may fail on one of them.
+    differing = items.differing_buffers(staging.ranks) if everything else None
     saving.num_models = len(weights)
     later = items.parts.write(staging) if items.parts.write is not None else None
     if callable(later):
@@ -378,8 +380,8 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
             saving.items += items.shared()
         if saving.pin:
             (staging.folder / PIN_NAME).touch()
-    if everything:
-        saving.items += items.of_rank(staging.ranks.rank, items.differing_buffers(staging.ranks))
+    if differing is not None:
+        saving.items += items.of_rank(staging.ranks.rank, differing)
     if staging.is_committer:
         told = staging.description.details  # the program's own keys stay as they are
         if told.get("epoch") is None and (epoch := items.epoch()) is not None:

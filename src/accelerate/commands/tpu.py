@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..lazy import names_from
 
 if TYPE_CHECKING:
-    from ..guests.xla.tpu_command import (
-        main,
-        tpu_command_launcher,
-        tpu_command_parser,
-    )
+    from ..guests.xla.tpu_command import main, tpu_command_launcher, tpu_command_parser
 
-__all__ = [
-    "main",
-    "tpu_command_launcher",
-    "tpu_command_parser",
-]
+__all__ = ["main", "tpu_command_launcher", "tpu_command_parser"]
 
 __getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", {"guests.xla.tpu_command": " ".join(__all__)})
 

@@ -20,7 +20,7 @@ from ..distributed.mesh import DATA_AXES, TOKEN_AXES, Mesh
 from ..distributed.world import World
 from ..errors import CollectiveError, PreparationError, UnequalTensors
 from ..logging import MultiProcessAdapter, get_logger
-from ..nested import honor_type, rebuild_mapping
+from ..nested import get_shape, honor_type, rebuild_mapping
 from ..training.accumulation import GradientState, RunningLoader
 from .sampling import BatchCoverage, rows_to_keep
 
@@ -68,8 +68,8 @@ class MetricGather:
         is_even = is_plain and not (coverage is not None and coverage.is_uneven)
         if is_even:
             try:
-                joined = collectives.gather(tensors, world=readers, to=0 if to_main else None)
-            except UnequalTensors:  # raised on every rank: some ranks left out rows, or pass all results so far
+                joined = collectives.gather(tensors, world=readers, to=0 if to_main else None, like=data)
+            except UnequalTensors:  # raised on every rank: some ranks left out rows, or have other containers
                 is_even = False
         if not is_even:
             return self._joined(data, readers, coverages, coverage, keep, as_objects, is_receiver)
@@ -442,12 +442,8 @@ class Joiner:
         as_objects: bool = False,
         keep: Callable[[torch.Tensor, Sequence[int], BatchCoverage | None], torch.Tensor] | None = None,
     ) -> None:
-        self._coverage_of, self._own, self._as_objects, self._keep = (
-            coverage_of,
-            own,
-            as_objects,
-            keep or without_padding,
-        )
+        self._coverage_of, self._own, self._as_objects = coverage_of, own, as_objects
+        self._keep = keep or without_padding
 
     def join(self, parts: Sequence[Any]) -> object:
         """Concatenate the structures of all ranks into one, in rank order.
@@ -457,7 +453,7 @@ class Joiner:
         with one item per rank with a valid row; None on every rank stays None.
 
         Raises:
-            CollectiveError: the tensors' shapes differ after the first dimension.
+            CollectiveError: the tensors' shapes differ after the first dimension, or the containers of tensors alone.
         """
         first = parts[0]
         if any(type(part) is not type(first) for part in parts):
@@ -499,7 +495,19 @@ class Joiner:
         spans = rows_to_keep([len(part) for part in parts], self._coverage_of(parts[self._own]))
         return items if spans is None else [item for span in spans for item in items[span]]
 
+    def _check_containers(self, parts: Sequence[object]) -> None:
+        """Refuse other keys, lengths or kinds of containers on the ranks, if these hold nothing but tensors."""
+        if not self._as_objects and all(map(is_of_tensors, parts)):
+            given = ", ".join(f"{get_shape(part)} on rank {rank}" for rank, part in enumerate(parts))
+            raise CollectiveError(
+                f"gather_for_metrics(): the ranks' containers of tensors differ, so they can't be joined: {given}. "
+                "Give the same containers and keys on all ranks, or gather them as they are: "
+                "gather_for_metrics(..., use_gather_object=True)."
+            )
+
     def _objects(self, parts: Sequence[object]) -> object:
+        if not all(isinstance(part, list) for part in parts):  # lists of other lengths are joined end to end
+            self._check_containers(parts)
         if all(part is None for part in parts):
             return None
         if all(isinstance(part, Iterable) and not isinstance(part, (str, bytes, Mapping)) for part in parts):
@@ -514,6 +522,7 @@ class Joiner:
         first = parts[0]
         if all(part.keys() == first.keys() for part in parts):
             return rebuild_mapping(first, {key: self.join([part[key] for part in parts]) for key in first})
+        self._check_containers(parts)
         found: dict[Any, Any] = {}
         for key, value in self._column([list(part.items()) for part in parts]):
             found.setdefault(key, value)

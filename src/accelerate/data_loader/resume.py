@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, final
 
 from ..errors import CheckpointError
-from .sampling import (
-    BEGINNING,
-    BatchInfo,
-    OrderState,
-    ResumePosition,
-    SeededSampler,
-    order_fingerprint,
-    samplers_of,
-)
+from .sampling import BEGINNING, BatchInfo, OrderState, ResumePosition, SeededSampler, order_fingerprint, samplers_of
 from .sharding import IterableDatasetShard
 
 

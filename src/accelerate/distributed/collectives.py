@@ -14,7 +14,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, zip_longest
 from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, final, get_args, overload
 
 import torch
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from ..callers import call_site
 from ..devices.table import KINDS
 from ..errors import CollectiveError, NotBuilt, SettingError, UnequalTensors
-from ..nested import chained_operation, flat_tensors, get_shape, recursively_apply
+from ..nested import chained_operation, flat_tensors, get_shape, named_tensors, recursively_apply
 from ..torch_private.distributed import all_gather_single
-from .messages import Buffers, MessageLengths, checksum, describe, joined_message_for, message_for
+from .messages import Buffers, MessageLengths, checksum, describe, joined_message_for, message_for, places_of
 from .store_client import Coordinator
 from .world import World, current_world, join_world
 
@@ -119,15 +119,11 @@ def coordinator_of(world: World, name: str) -> Coordinator:
 
 
 def _describe(data: object) -> list[Any]:
-    dtypes: list[str] = []
-    recursively_apply(lambda tensor: dtypes.append(str(tensor.dtype).removeprefix("torch.")), data)
-    return [str(get_shape(_shapes_only(data))), dtypes]
-
-
-def _shapes_only(data: object) -> Any:
-    return recursively_apply(
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors(data)]
+    kinds = recursively_apply(
         lambda item: type(item).__name__, data, test_type=lambda x: not isinstance(x, torch.Tensor)
     )
+    return [str(get_shape(kinds)), dtypes, places_of(data)]
 
 
 def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
@@ -135,19 +131,31 @@ def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
     if len(set(descriptions)) == 1:
         return None
     calls = [json.loads(text) for text in descriptions]
+    name = calls[0][0]
     if len({(call[0], *call[2:]) for call in calls}) > 1:
         lines = "\n".join(f"  - Process {rank}: {_named(call)} at {sites[rank]}" for rank, call in enumerate(calls))
+        if len({call[0] for call in calls}) == 1:
+            return f"The processes call `{name}` with arguments that have to be the same on all of them:\n{lines}"
         return f"The processes are in different operations and would wait for each other forever:\n{lines}"
-    name = calls[0][0]
-    if len({call[1][0] for call in calls}) > 1:
-        what, column, heading = "shape", 0, "Input shapes"
-    else:
-        what, column, heading = "dtype", 1, "Input dtypes"
+    what, column = ("shape", 0) if len({call[1][0] for call in calls}) > 1 else ("dtype", 1)
     lines = "\n".join(f"  - Process {rank}: {call[1][column]} at {sites[rank]}" for rank, call in enumerate(calls))
-    return (
-        f"Cannot apply desired operation due to {what} mismatches. All {what}s across devices must be valid.\n\n"
-        f"Operation: `accelerate.utils.operations.{name}`\n{heading}:\n{lines}"
+    why = _other_places([call[1][2] for call in calls]) or (
+        f"Cannot apply desired operation due to {what} mismatches. All {what}s across devices must be valid."
     )
+    return f"{why}\n\nOperation: `accelerate.utils.operations.{name}`\nInput {what}s:\n{lines}"
+
+
+def _other_places(places: list[list[str]]) -> str:
+    """Return a sentence about the first difference between the ranks' places of tensors; "" without one."""
+    for rank, own in enumerate(places):
+        for first, other in zip_longest(places[0], own, fillvalue="no tensor"):
+            if first != other:
+                return (
+                    "The ranks' tensors are combined in order, but process 0 has "
+                    f"{first or 'a tensor'} where process {rank} has {other or 'a tensor'}. "
+                    "Give the same containers and keys, in the same order, on all ranks."
+                )
+    return ""
 
 
 def _exchange_first_message(
@@ -171,18 +179,18 @@ def _exchange_first_message(
     Raises:
         CollectiveError: on every rank, when the ranks disagree.
     """
-    coordinator = coordinator_of(world, operation)
+    coordinator, places = coordinator_of(world, operation), ",".join(places_of(data))
     if world.backend not in _ON_HOST:
         if not same_shapes or world.debug:
             ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
             described = describe(leaves, plain=all(map(_is_plain, leaves)))
             shapes = [(tuple(shape), dtype) for shape, dtype, _ in described]
-            if not coordinator.agree(checksum(operation, how, shapes), ranks):
+            if not coordinator.agree(checksum(operation, how, places, shapes), ranks):
                 raise _disagreement(operation, data, world, how)
         return None
     lengths = coordinator.lengths.setdefault(world.group, MessageLengths())
     is_plain = all(_is_plain(leaf) and leaf.is_cpu for leaf in leaves)
-    message = message_for(describe(leaves, plain=is_plain), world.size, f"{operation} {how}", lengths.next)
+    message = message_for(describe(leaves, plain=is_plain), world.size, f"{operation} {how} {places}", lengths.next)
     buffers = message.buffers()
     buffers.pack(leaves)
     _finish(world, _all_gather(buffers.joined, buffers.own, world))
@@ -224,17 +232,18 @@ def _finish(world: World, work: Any) -> None:
 @overload
 def gather(tensor: Data, *, world: World | None = None) -> Data: ...
 @overload
-def gather(tensor: Any, *, world: World | None = None, to: int | None) -> Any: ...
+def gather(tensor: Any, *, world: World | None = None, to: int | None, like: object = None) -> Any: ...
 @verify_operation
-def gather(tensor: Any, *, world: World | None = None, to: int | None = None) -> Any:
+def gather(tensor: Any, *, world: World | None = None, to: int | None = None, like: object = None) -> Any:
     """Concatenate every tensor in `tensor` over all ranks along dimension 0; a scalar counts as a vector of length 1.
 
     Args:
         to: only this rank gets the result, the others get None (default: every rank).
+        like: the containers that the ranks compare (default: those of `tensor`).
 
     Raises:
         TypeError: there is something other than tensors in the containers.
-        CollectiveError: the ranks' shapes differ, or a rank is missing.
+        CollectiveError: the ranks' containers or shapes differ, or a rank is missing.
     """
     here = world_or_joined(world)
     if here.size == 1:
@@ -245,7 +254,7 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
         leaves = leaves_of(tensor, "gather")
     buffers = _exchange_first_message(
         "gather",
-        tensor,
+        tensor if like is None else like,
         leaves,
         here,
         how="" if to is None else f"to={to}",
@@ -441,11 +450,16 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> tor
 
 @verify_operation
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
-    """Overwrite `object_list`, in place, with the objects of rank `from_process`, and return it."""
+    """Overwrite `object_list`, in place, with the objects of rank `from_process`, and return it.
+
+    Raises:
+        CollectiveError: the ranks' lists aren't of the same length, as torch requires it.
+    """
     here = world_or_joined(world)
     _check_source(from_process, here)
     if here.size > 1:
-        _exchange_first_message("broadcast_object_list", None, [], here, how=f"from_process={from_process}")
+        how = f"{len(object_list)} objects, from_process={from_process}"
+        _exchange_first_message("broadcast_object_list", None, [], here, how=how)
         device = None if here.backend in _ON_HOST else here.device
         dist.broadcast_object_list(object_list, src=_global_rank(from_process, here), group=here.group, device=device)
     return object_list
@@ -625,13 +639,16 @@ def pad_across_processes(
     here = world_or_joined(world)
     leaves = leaves_of(tensor, "pad_across_processes")
     sizes = [_size_along(leaf, dim) for leaf in leaves]
-    if here.size == 1 or num_present == 1 or not sizes:
+    if here.size == 1 or num_present == 1:
         return tensor
     ranks = [-1 if getattr(leaf, "is_nested", False) else leaf.ndim for leaf in leaves]
     if num_present is None:
-        everyone = gather(torch.tensor([[sizes, ranks]], device=here.device), world=here)
+        everyone = gather(torch.tensor([[sizes, ranks]], device=here.device), world=here, to=None, like=tensor)
     else:
-        everyone = torch.tensor(exchange_objects([sizes, ranks], num_present, world=here))
+        given = exchange_objects((places_of(tensor), [sizes, ranks]), num_present, world=here)
+        if difference := _other_places([places for places, _ in given]):
+            raise CollectiveError(f"{difference} Called at {call_site()}")
+        everyone = torch.tensor([numbers for _, numbers in given])
     rank_rows = everyone[:, 1].tolist()
     if any(other != rank_rows[0] for other in rank_rows):
         lines = "\n".join(f"  - Process {rank}: {numbers}" for rank, numbers in enumerate(rank_rows))

@@ -474,10 +474,7 @@ class MemoryWatch:
     def limit_mib(self) -> float | None:
         """Return the memory limit of this process's control group in MiB, or None."""
         unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
-        for path in (
-            self.root / unified / "memory.max",
-            self.root / "memory" / memory / "memory.limit_in_bytes",
-        ):
+        for path in (self.root / unified / "memory.max", self.root / "memory" / memory / "memory.limit_in_bytes"):
             try:
                 limit = int(path.read_text())
             except (OSError, ValueError):  # no such file, or the word "max"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 
@@ -107,6 +108,27 @@ class Buffers:
     def unpack(self) -> list[torch.Tensor]:
         """Return each tensor concatenated over all ranks; call it after the exchange."""
         return [take() for take in self._gatherers]
+
+
+def places_of(data: object, place: str = "") -> list[str]:
+    """Return the place of each tensor in ``data``, such as ``.inputs.0``, in order.
+
+    Ranks with equal places combine the same tensors. A key whose text may differ between processes counts as its type.
+    """
+    if isinstance(data, torch.Tensor):
+        return [place]
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(data, (list, tuple)):
+        items = enumerate(cast("Sequence[object]", data))
+    elif isinstance(data, Mapping):
+        items = cast("Mapping[object, object]", data).items()
+    elif is_dataclass(data):
+        items = [(field.name, getattr(data, field.name, None)) for field in fields(data)]
+    found: list[str] = []
+    for key, item in items:
+        name = f"{place}.{key if isinstance(key, (str, int)) else type(key).__name__}"
+        found += [name] if isinstance(item, torch.Tensor) else places_of(item, name)
+    return found
 
 
 def checksum(*values: object) -> int:

@@ -154,10 +154,7 @@ def join_world(
         return _world
     requested = device if device is not None else read("ACCELERATE_TORCH_DEVICE")
     kind = _choose_kind(cpu or flag("ACCELERATE_USE_CPU"), requested)
-    facts: dict[str, Any] = {
-        "kind": kind,
-        "fork_launched": flag("FORK_LAUNCHED"),
-    }
+    facts: dict[str, Any] = {"kind": kind, "fork_launched": flag("FORK_LAUNCHED")}
     if debug:
         set_debug(True)
     if kind.runtime:

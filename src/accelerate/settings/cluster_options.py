@@ -5,15 +5,7 @@ from __future__ import annotations
 from .labels import SageMakerDistributedType
 from .option import OptionGroup, option, option_group
 
-LAUNCHERS = (
-    "local",
-    "torchrun",
-    "mpirun",
-    "deepspeed",
-    "slurm",
-    "kubernetes",
-    "ray",
-)
+LAUNCHERS = ("local", "torchrun", "mpirun", "deepspeed", "slurm", "kubernetes", "ray")
 MPI_FLAVORS = ("openmpi", "mpich", "intel", "mvapich")
 KUBERNETES_KINDS = ("PyTorchJob", "JobSet")
 
@@ -117,9 +109,7 @@ class SageMakerOptions(OptionGroup, title="AWS", key=""):
         question="What is the distributed mode?",
     )
     ec2_instance_type: str | None = option(
-        None,
-        "The EC2 instance type.",
-        question="Which EC2 instance type do you want to use for your training?",
+        None, "The EC2 instance type.", question="Which EC2 instance type do you want to use for your training?"
     )
     iam_role_name: str | None = option(
         None, "The IAM role that the job assumes.", question="What is the name of the IAM role for SageMaker?"
@@ -175,10 +165,7 @@ class TpuOptions(OptionGroup, title="TPU", key="", flag=""):
         question="Are you using a TPU cluster?",
     )
     tpu_use_sudo: bool = option(
-        False,
-        "Use sudo on the TPU's machines.",
-        switch=True,
-        question="Do you want to run the commands with sudo?",
+        False, "Use sudo on the TPU's machines.", switch=True, question="Do you want to run the commands with sudo?"
     )
     tpu_vm: list[str] | None = option(
         None, "A machine of the pod (may be given several times).", flag="--vm", repeat=True
@@ -193,10 +180,7 @@ class TpuOptions(OptionGroup, title="TPU", key="", flag=""):
         question="What is the path to your script?",
     )
     commands: list[str] | None = option(
-        None,
-        "Commands to run on the machines at start-up.",
-        flag=None,
-        question="What command should be run?",
+        None, "Commands to run on the machines at start-up.", flag=None, question="What command should be run?"
     )
     in_tpu_pod: bool = option(
         False,

@@ -86,7 +86,10 @@ def read_entries(path: str | Path) -> list[Entry]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"The configuration file {path} can't be read: {error}") from error
-    entries = _entries(path, text)
+    try:
+        entries = _entries(path, text)
+    except RecursionError:
+        raise SettingError(f"{path}: the configuration file is nested too deeply. {_anew(path)}") from None
     if not entries:
         raise SettingError(
             f"{path}:{max(1, len(text.splitlines()))}: the configuration file is empty. Write it anew with "
@@ -257,7 +260,7 @@ def _entries(path: Path, text: str) -> list[Entry]:
             document = cast("dict[str, Any]", json.loads(text))
         except json.JSONDecodeError as error:
             if path.suffix == ".json":
-                raise SettingError(f"{path}:{error.lineno}: this is not JSON: {error.msg}.") from error
+                raise SettingError(f"{path}:{error.lineno}: this is not JSON: {error.msg}. {_anew(path)}") from error
         else:
             lines = text.splitlines()
             return _mapping_entries(document, lambda key: f"{path}:{_line_of(key, lines)}")
@@ -279,6 +282,10 @@ def _line_of(key: str, lines: list[str]) -> int:
     return next((number for number, line in enumerate(lines, start=1) if quoted in line), 1)
 
 
+def _anew(path: Path) -> str:
+    return f"Correct it, or write the file anew with `accelerate config --config_file {path}`."
+
+
 def _yaml_entries(path: Path, text: str) -> list[Entry]:
     import yaml
 
@@ -288,12 +295,17 @@ def _yaml_entries(path: Path, text: str) -> list[Entry]:
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise SettingError(f"{path}:1: a configuration file holds keys and values, not {root.value!r}.")
+            found = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
+            where = f"{path}:{root.start_mark.line + 1}"
+            raise SettingError(f"{where}: a configuration file holds keys and values, not {found}. {_anew(path)}")
+        _NodeCheck(path, loader).check(root)
         entries = _node_entries(path, loader, root)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise SettingError(f"{path}{line}: this is not YAML: {getattr(error, 'problem', error)}.") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise SettingError(f"{path}:{line}: this is not YAML: {error.reason}. {_anew(path)}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise SettingError(f"{path}{line}: this is not YAML: {error.problem}. {_anew(path)}") from error
     last = _last_of(entries)
     if last is not None and last.value is None and not text.endswith("\n"):
         raise SettingError(f"{last.location}: the configuration file was cut off after `{last.key}:`.")
@@ -307,14 +319,52 @@ def _last_of(entries: object) -> Entry | None:
     return _last_of(entries[-1].value) or entries[-1]
 
 
+class _NodeCheck:
+    """A check of the nodes of a YAML document, which puts the keys of a merge (``<<: *x``) in its place."""
+
+    def __init__(self, path: Path, loader: Any) -> None:
+        self._path, self._loader = path, loader
+        self._checked: set[Any] = set()
+
+    def check(self, node: Any, name: str = "", location: str = "", above: tuple[Any, ...] = ()) -> None:
+        """Check the value of the key ``name``, inside of the nodes ``above``.
+
+        Raises:
+            SettingError: a value contains itself, or a key isn't text or stands twice.
+        """
+        if node in above:
+            raise SettingError(f"{location}: `{name}` is an alias to a value that contains it. {_anew(self._path)}")
+        if node.id == "scalar" or node in self._checked:
+            return
+        self._checked.add(node)
+        if node.id == "sequence":
+            for item in node.value:
+                self.check(item, name, location, (*above, node))
+            return
+        own: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            line = f"{self._path}:{key_node.start_mark.line + 1}"
+            if key_node.id != "scalar":
+                kind = {"sequence": "list"}.get(key_node.id, key_node.id)
+                raise SettingError(f"{line}: a key has to be text, not a {kind}. {_anew(self._path)}")
+            key = key_node.value
+            if key in own:
+                raise SettingError(f"{line}: `{key}` stands here a second time (the first is {own[key]}).")
+            own[key] = line
+            self.check(value_node, key, line, (*above, node))
+        self._loader.flatten_mapping(node)
+        node.value = list({key_node.value: (key_node, value_node) for key_node, value_node in node.value}.values())
+
+
 def _node_entries(path: Path, loader: Any, node: Any) -> list[Entry]:
-    entries: dict[str, Entry] = {}
+    entries: list[Entry] = []
     for key_node, value_node in node.value:
-        key, location = str(loader.construct_object(key_node)), f"{path}:{key_node.start_mark.line + 1}"
-        if key in entries:
-            raise SettingError(f"{location}: `{key}` stands here a second time (the first is {entries[key].location}).")
+        key, location = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
         if value_node.id == "mapping":
-            entries[key] = Entry(key, _node_entries(path, loader, value_node) or None, location)
-        else:
-            entries[key] = Entry(key, loader.construct_object(value_node, deep=True), location)
-    return list(entries.values())
+            entries.append(Entry(key, _node_entries(path, loader, value_node) or None, location))
+            continue
+        try:
+            entries.append(Entry(key, loader.construct_object(value_node, deep=True), location))
+        except (ValueError, AttributeError, LookupError) as error:  # PyYAML's, for a number or a date that is none
+            raise SettingError(f"{location}: the value of `{key}` can't be read: {error}. {_anew(path)}") from error
+    return entries

@@ -16,13 +16,7 @@ MSAMP_IS_GONE = (
 
 
 class _Fp8Group(
-    OptionGroup,
-    title="fp8",
-    env="ACCELERATE_FP8_",
-    section="fp8_config",
-    key="",
-    flag="fp8_",
-    parses_defaults=True,
+    OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_", parses_defaults=True
 ):
     """The title of these groups, the prefixes of their names, and how their flags parse."""
 
@@ -39,9 +33,7 @@ class AoOptions(_Fp8Group):
         question="Do you want to pad the inner dimension of weight matrices before float8 matmuls?",
     )
     enable_fsdp_float8_all_gather: bool = option(
-        True,
-        "Gather sharded parameters in fp8.",
-        question="Do you want to enable FSDP2 float8 all gather?",
+        True, "Gather sharded parameters in fp8.", question="Do you want to enable FSDP2 float8 all gather?"
     )
 
 
@@ -56,9 +48,7 @@ class TeOptions(_Fp8Group):
         question="Do you want to use FP8 autocast during eval mode?",
     )
     margin: int = option(
-        0,
-        "The margin of the gradient scaling.",
-        question="What margin should be used for gradient scaling?",
+        0, "The margin of the gradient scaling.", question="What margin should be used for gradient scaling?"
     )
     interval: int = option(
         1,
@@ -93,11 +83,7 @@ class TeOptions(_Fp8Group):
     override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
         "Higher precision in linear layers for the forward pass, input gradients and weight gradients.",
-        env=(
-            "ACCELERATE_FP8_OVERRIDE_FPROP",
-            "ACCELERATE_FP8_OVERRIDE_DGRAD",
-            "ACCELERATE_FP8_OVERRIDE_WGRAD",
-        ),
+        env=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
         question="Should fprop, dgrad and wgrad GEMMs be executed in higher precision?",
     )
     use_mxfp8_block_scaling: bool = option(False, "Scale in blocks (MXFP8).", flag=None)

@@ -93,10 +93,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         flag_default="false",
     )
     ignored_modules: Any = option(
-        None,
-        "A regular expression for the names of modules that are not sharded.",
-        kind="str",
-        flag=None,
+        None, "A regular expression for the names of modules that are not sharded.", kind="str", flag=None
     )
     state_dict_type: Any = option(
         None,
@@ -109,11 +106,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
     state_dict_config: Any = option(None, "How model state is gathered for saving.", kind="object")
     optim_state_dict_config: Any = option(None, "How optimizer state is gathered for saving.", kind="object")
     limit_all_gathers: bool = option(
-        True,
-        "Let the CPU wait before it schedules more gathers than memory holds.",
-        env=None,
-        key=None,
-        flag=None,
+        True, "Let the CPU wait before it schedules more gathers than memory holds.", env=None, key=None, flag=None
     )
     use_orig_params: bool | None = option(
         False,

@@ -142,12 +142,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     )
     rank: int = option(0, "The rank that --pretend runs.", key=None, minimum=0, flag_default=0, guest="pretend")
     num_steps: int = option(
-        1,
-        "The optimizer steps after which --pretend reports.",
-        key=None,
-        minimum=1,
-        flag_default=1,
-        guest="pretend",
+        1, "The optimizer steps after which --pretend reports.", key=None, minimum=1, flag_default=1, guest="pretend"
     )
     quiet: bool = option(
         False,

@@ -26,10 +26,7 @@ class ParallelismOptions(_ParallelismGroup):
     """The degree of each kind of parallelism; their product is the number of processes."""
 
     dp_replicate_size: int = option(
-        1,
-        "How many copies of the model there are.",
-        minimum=1,
-        question="What is the data parallelism replicate size?",
+        1, "How many copies of the model there are.", minimum=1, question="What is the data parallelism replicate size?"
     )
     dp_shard_size: int = option(
         1,
@@ -38,10 +35,7 @@ class ParallelismOptions(_ParallelismGroup):
         question="What is the FSDP/HSDP data parallelism shard size?",
     )
     tp_size: int = option(
-        1,
-        "Over how many processes each layer is split.",
-        minimum=1,
-        question="What is the tensor parallelism size?",
+        1, "Over how many processes each layer is split.", minimum=1, question="What is the tensor parallelism size?"
     )
     cp_size: int = option(
         1,

@@ -15,16 +15,7 @@ from .fp8 import AoOptions, MsampOptions, TeOptions
 from .fsdp import HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS, FsdpOptions
 from .option import DEFAULT, OptionGroup, Source, options_of
 from .run_options import ParadigmOptions
-from .tree import (
-    CONDITIONS,
-    ENGINES,
-    GROUPS,
-    PARADIGMS,
-    ROWS,
-    Layer,
-    Settings,
-    option_at,
-)
+from .tree import CONDITIONS, ENGINES, GROUPS, PARADIGMS, ROWS, Layer, Settings, option_at
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {
@@ -46,12 +37,7 @@ CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "use_cpu": False
 #: Constructor arguments that are whole groups.
 _OBJECTS: Final = {argument: row for row in ROWS for argument in row.arguments}
 #: What a distributed type in a file turns on.
-_OPTION_OF_TYPE: Final = {
-    **PARADIGMS,
-    "MULTI_CPU": "run.use_cpu",
-    "XLA": "launch.use_tpu",
-    "TPU": "launch.use_tpu",
-}
+_OPTION_OF_TYPE: Final = {**PARADIGMS, "MULTI_CPU": "run.use_cpu", "XLA": "launch.use_tpu", "TPU": "launch.use_tpu"}
 
 
 def collect(

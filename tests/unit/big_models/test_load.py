@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.big_models import load
 from accelerate.big_models import load as sources
 from accelerate.big_models.load import (
@@ -134,6 +135,30 @@ def test_other_names_are_told_or_with_strict_refused(tmp_path: Path, caplog: pyt
     assert torch.equal(model[0].weight, torch.ones(4, 3))
     with pytest.raises(CheckpointMismatch, match="strict=True"):
         load_checkpoint_in_model(net(), path, strict=True)
+
+
+@pytest.mark.parametrize("kept", [(), ("0.weight", "0.bias")], ids=["no name fits", "some names are missing"])
+@pytest.mark.parametrize(
+    "device_map", [{"": "cpu"}, {"0": "cpu", "1": "disk", "2": "disk"}, {"": "disk"}, "auto"], ids=str
+)
+def test_a_model_without_values_is_not_dispatched_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device_map: Any, kept: tuple[str, ...]
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: net().state_dict()[name] for name in kept} | {"other.weight": torch.ones(1)}, path)
+    with init_empty_weights():
+        model = net()
+    with pytest.raises(CheckpointMismatch) as caught:
+        load_checkpoint_and_dispatch(model, path, device_map, offload_folder=tmp_path / "offload")
+    text = str(caught.value)
+    assert str(path) in text and f"the file lacks {9 - len(kept)}: " in text and "2.weight" in text
+    assert "only the file has 1: other.weight" in text and "own checkpoint" in text and not caplog.text
+
+
+def test_what_a_file_lacks_may_have_values_already(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"0.weight": torch.ones(4, 3)}, path)
+    assert load_checkpoint_and_dispatch(net(), path, {"": "cpu"})[0].weight.eq(1).all()
 
 
 def test_ties_are_no_missing_names(tmp_path: Path) -> None:

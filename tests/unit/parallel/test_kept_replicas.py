@@ -18,7 +18,8 @@ from accelerate.devices.table import kind_of
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.mesh import Mesh
 from accelerate.distributed.world import World
-from accelerate.errors import CollectiveError, PreparationError
+from accelerate.errors import CollectiveError, PreparationError, UnequalTensors
+from accelerate.guests.fault_tolerance.collectives import COLLECTIVES
 from accelerate.guests.fault_tolerance.membership import Membership
 from accelerate.guests.fault_tolerance.shards import form_replica
 from accelerate.guests.fault_tolerance.strategy import KeptReplicas
@@ -35,6 +36,52 @@ class TwoMembers:
 
     def add_up(self, flat: torch.Tensor, value: object) -> tuple[torch.Tensor, Mapping[int, Any]]:
         return flat * len(self.weights), {rank: [weight, 0] for rank, weight in enumerate(self.weights)}
+
+
+class Sharing:
+    """Member ``rank`` of two, which learns what the other one shares."""
+
+    is_behind = False
+
+    def __init__(self, rank: int, others: dict[int, Any]) -> None:
+        self.rank, self._shared = rank, others
+
+    def share(self, operation: str, own: object) -> dict[int, Any]:
+        self._shared[self.rank] = own
+        return self._shared
+
+    def without_copies(self, given: dict[int, Any], num_left_out: int) -> list[int]:
+        return sorted(given)
+
+
+ROW = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        (name, given, expected)
+        for name in ("gather", "reduce", "broadcast")
+        for given, expected in (
+            (({"a": ROW}, {"b": ROW}), "Process 1: (['.b'], [([1], 'torch.float32')])"),
+            (({"a": ROW, "b": ROW}, {"b": ROW, "a": ROW}), "Process 0: (['.a', '.b'], "),
+            (([ROW], ROW), "Process 0: (['.0'], "),
+            (([ROW], [ROW, ROW]), "(['.0', '.1'], "),
+            ((ROW, ROW.double()), "torch.float64"),
+        )
+    ]
+    + [("broadcast_object_list", ([1], [1, 2]), "Process 1: 2 objects")],
+)
+def test_values_that_differ_between_members_are_refused_on_all(name: str, given: Any, expected: str) -> None:
+    shared: dict[int, Any] = {}
+    messages = []
+    for rank in (0, 1, 0):  # the first call only shares, for the other's
+        try:
+            COLLECTIVES[name](Sharing(rank, shared), given[rank])
+        except UnequalTensors as error:
+            messages.append(str(error))
+    assert len(messages) == 2 and messages[0] == messages[1]
+    assert "Process 0: " in messages[0] and expected in messages[0]
 
 
 def averaged(*weights: float) -> torch.Tensor | None:

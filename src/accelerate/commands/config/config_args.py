@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ...errors import SettingError
 from ...settings import file
+from ...settings.document import read_entries
 from ...settings.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from ..parser import configuration_path
 
@@ -131,6 +132,7 @@ class BaseConfig:
 
 
 def _parse(path: Path) -> dict[str, object]:
+    read_entries(path)  # refuses what isn't a configuration, with the line
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         content = json.loads(text)
@@ -138,8 +140,6 @@ def _parse(path: Path) -> dict[str, object]:
         import yaml
 
         content = yaml.safe_load(text)
-    if not isinstance(content, dict):
-        raise SettingError(f"{path} holds no configuration: `key: value` lines are expected.")
     return content
 
 

@@ -40,10 +40,7 @@ GUEST: Final = Guest(
             is_instead_of_others=True,
         ),
         Candidate(
-            f"{__name__}.sharded_strategy",
-            "KeptShards",
-            lambda _, world: _has_shares(world),
-            is_instead_of_others=True,
+            f"{__name__}.sharded_strategy", "KeptShards", lambda _, world: _has_shares(world), is_instead_of_others=True
         ),
         Candidate(
             f"{__name__}.strategy",

@@ -11,17 +11,18 @@ from ...callers import call_site
 from ...data_loader.gathering import Joiner, tensors_of, with_tensors
 from ...data_loader.sampling import BatchCoverage
 from ...distributed.collectives import REDUCTIONS, check_reducible, finished, leaves_of, over_ranks
+from ...distributed.messages import places_of
 from ...distributed.world import World, current_world
 from ...errors import CollectiveError, SettingError, UnequalTensors
-from ...nested import get_shape, recursively_apply
+from ...nested import recursively_apply
 from .shared_epoch import SharedLoader
 
 if TYPE_CHECKING:
     from .membership import Membership
 
 
-def _gather(members: Membership, tensor: Any, *, to: int | None = None, **_: object) -> Any:
-    rows = _share_tensors(members, "gather" if to is None else f"gather to={to}", tensor)
+def _gather(members: Membership, tensor: Any, *, to: int | None = None, like: object = None, **_: object) -> Any:
+    rows = _share_tensors(members, "gather" if to is None else f"gather to={to}", tensor, like=like)
     if to not in (None, members.rank):
         return None
     joined = iter([torch.cat([piece.reshape(1) if piece.ndim == 0 else piece for piece in row]) for row in rows])
@@ -54,37 +55,43 @@ def _reduce(
 
 
 def _share_tensors(
-    members: Membership, operation: str, tensor: Any, num_left_out: int = 1
+    members: Membership, operation: str, tensor: Any, num_left_out: int = 1, like: object = None
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return all members' tensors for each tensor in ``tensor``, in the order of ranks.
 
     Args:
         num_left_out: how many ranks of a replica have the same values; only one of them counts.
+        like: the containers that the members compare (default: those of ``tensor``).
 
     Raises:
-        UnequalTensors: on all members, if the shapes or dtypes differ.
+        UnequalTensors: on all members, if the places, shapes or dtypes differ.
     """
     own = [leaf.detach().cpu() for leaf in leaves_of(tensor, operation)]
-    given = members.share(operation, own)
+    given = members.share(operation, (_kinds(tensor if like is None else like, own), own))
     parts = {rank: given[rank] for rank in members.without_copies(given, num_left_out)}
-    kinds = {rank: [(list(leaf.shape), str(leaf.dtype)) for leaf in part] for rank, part in parts.items()}
+    _check_equal(operation, {rank: kinds for rank, (kinds, _) in parts.items()})
+    return [*zip(*(part for _, part in parts.values()), strict=True)]
+
+
+def _kinds(data: object, leaves: list[torch.Tensor]) -> tuple[list[str], list[tuple[list[int], str]]]:
+    """Return the places of tensors in ``data``, and their shapes and dtypes, which are the same on all members."""
+    return places_of(data), [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+
+
+def _check_equal(operation: str, kinds: Mapping[int, object]) -> None:
     if any(kind != kinds[min(kinds)] for kind in kinds.values()):
         lines = "\n".join(f"  - Process {rank}: {kind}" for rank, kind in kinds.items())
-        raise UnequalTensors(f"`{operation}` at {call_site()}: the ranks' tensors differ in shape or dtype:\n{lines}")
-    return [*zip(*parts.values(), strict=True)]
+        raise UnequalTensors(
+            f"`{operation}` at {call_site()}: the ranks' values differ in place, shape, dtype or number. Give the same "
+            f"containers and keys, in the same order, with tensors of the same shapes, on all ranks:\n{lines}"
+        )
 
 
 def _broadcast(members: Membership, tensor: Any, from_process: int = 0, **_: object) -> Any:
     leaves = leaves_of(tensor, "broadcast")
-    own = [leaf.detach().cpu() for leaf in leaves] if members.rank == from_process else None
-    given = _of_one(members, "broadcast", own, from_process)
+    own = [leaf.detach().cpu() for leaf in leaves]
+    given = _of_one(members, "broadcast", _kinds(tensor, own), own, from_process)
     if given is not None and members.rank != from_process:
-        shapes = [leaf.shape for leaf in leaves]
-        if shapes != [value.shape for value in given]:
-            raise UnequalTensors(
-                f"`broadcast` at {call_site()}: rank {members.rank} has {get_shape(tensor)}, but rank {from_process} "
-                f"sent {get_shape(given)}. Give tensors of the same shapes on all ranks."
-            )
         with torch.no_grad():
             for leaf, value in zip(leaves, given, strict=True):
                 leaf.copy_(value)
@@ -94,22 +101,28 @@ def _broadcast(members: Membership, tensor: Any, from_process: int = 0, **_: obj
 def _broadcast_object_list(
     members: Membership, object_list: list[Any], from_process: int = 0, **_: object
 ) -> list[Any]:
-    own = object_list if members.rank == from_process else None
-    given = _of_one(members, "broadcast_object_list", own, from_process)
+    kind = f"{len(object_list)} objects"
+    given = _of_one(members, "broadcast_object_list", kind, object_list, from_process)
     if given is not None:
         object_list[:] = given
     return object_list
 
 
-def _of_one(members: Membership, operation: str, own: Any, rank: int) -> Any:
-    """Return the value of ``rank``; None in a process that hasn't reached the others' position yet."""
-    given = members.share(f"{operation} from_process={rank}", own)
+def _of_one(members: Membership, operation: str, kind: object, own: object, rank: int) -> Any:
+    """Return the value of ``rank``; None in a process that hasn't reached the others' position yet.
+
+    Raises:
+        UnequalTensors: on all members, if their ``kind`` differs.
+        CollectiveError: the rank is lost.
+    """
+    given = members.share(f"{operation} from_process={rank}", (kind, own if members.rank == rank else None))
+    _check_equal(operation, {other: kind for other, (kind, _) in given.items()})
     if rank not in given and not members.is_behind:
         raise CollectiveError(
             f"`{operation}` at {call_site()}: rank {rank} was lost, and its new process hasn't joined yet. Compute the "
             "values on every rank, or use gather_object and take the first one."
         )
-    return given.get(rank)
+    return given[rank][1] if rank in given else None
 
 
 def _gather_object(members: Membership, object: Any, **_: object) -> list[Any]:
