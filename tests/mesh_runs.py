@@ -188,10 +188,10 @@ def accelerator(
     )
 
 
-def prepared(run: Accelerator, *, updates: int = NUM_UPDATES, **shape: bool) -> Any:
+def prepared(run: Accelerator, *, updates: int = NUM_UPDATES, double: bool = False, **shape: bool) -> Any:
     """Model, optimizer, schedule and loader of the run."""
     torch.manual_seed(0)
-    model = LanguageModel(**shape)
+    model = LanguageModel(**shape).to(torch.float64 if double else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares = run.mesh.data_share().count
     per_update = 1 if run.scheduler_mode == "updates" else shares
@@ -253,12 +253,13 @@ def train(
     causal: bool = True,
     mixture: bool = False,
     weighted: bool = False,
+    double: bool = False,
     updates: int = NUM_UPDATES,
     **options: Any,
 ) -> dict[str, Any]:
     """The whole run: losses, norms and the weights at the end."""
     run = accelerator(degrees, fsdp, **options)
-    objects = prepared(run, tied=tied, causal=causal, mixture=mixture, updates=updates)
+    objects = prepared(run, tied=tied, causal=causal, mixture=mixture, double=double, updates=updates)
     found = steps(run, objects, weighted=weighted)
     weights = run.get_state_dict(objects[0])
     return {**found, "weights": {name: value.tolist() for name, value in weights.items()}}

@@ -347,8 +347,9 @@ class _RingAttention(Function):
     ) -> torch.Tensor:
         length, width = query.shape[-2], key.shape[-1]
         block = torch.cat([key, value], -1)
-        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32, device=query.device)
-        weight = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
+        weight = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
         for step in range(ring.size):
             following, work = ring.send_recv(block) if step < ring.size - 1 else (block, None)
             rows, keys, causal = _rows_of(ring, step, is_causal, length)
@@ -363,7 +364,7 @@ class _RingAttention(Function):
             before = weight[..., rows]
             both = torch.logaddexp(before, part_weight)
             out[..., rows, :] *= (before - both).exp().unsqueeze(-1)
-            out[..., rows, :] += part.float() * (part_weight - both).exp().unsqueeze(-1)
+            out[..., rows, :] += part.to(wide) * (part_weight - both).exp().unsqueeze(-1)
             weight[..., rows] = both
             if work is not None:
                 work.wait()
@@ -379,8 +380,8 @@ class _RingAttention(Function):
         ring, is_causal, scale = ctx.rest
         length, width = query.shape[-2], key.shape[-1]
         block = torch.cat([key, value], -1)
-        of_query = torch.zeros_like(query, dtype=torch.float32)
-        of_block = torch.zeros_like(block, dtype=torch.float32)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        of_query, of_block = torch.zeros_like(query, dtype=wide), torch.zeros_like(block, dtype=wide)
         for step in range(ring.size):
             following, work = ring.send_recv(block) if step < ring.size - 1 else (block, None)
             rows, keys, causal = _rows_of(ring, step, is_causal, length)
