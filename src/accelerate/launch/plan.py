@@ -23,12 +23,7 @@ class Stream(Flag):
 
 
 #: By the numbers of ``--tee``. Not ``Stream(9)``: some Pythons (3.11.0 to 3.11.2) take any number for a flag.
-_STREAMS: Final[Mapping[str, Stream]] = {
-    "0": Stream.NONE,
-    "1": Stream.OUT,
-    "2": Stream.ERR,
-    "3": Stream.BOTH,
-}
+_STREAMS: Final[Mapping[str, Stream]] = {"0": Stream.NONE, "1": Stream.OUT, "2": Stream.ERR, "3": Stream.BOTH}
 
 
 @final
@@ -134,11 +129,7 @@ class LaunchPlan:
 
     def show(self) -> str:
         """Return the plan as text for a person to read."""
-        lines = [
-            f"engine       {self.engine}",
-            f"command      {shlex.join(self.argv)}",
-            f"directory    {self.cwd}",
-        ]
+        lines = [f"engine       {self.engine}", f"command      {shlex.join(self.argv)}", f"directory    {self.cwd}"]
         if self.rendezvous:
             lines.append(f"rendezvous   {self.rendezvous}")
         if self.logs.directory is not None:

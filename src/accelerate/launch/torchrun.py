@@ -78,15 +78,7 @@ class Torchrun(LaunchEngine):
             options["rdzv-conf"] = launch.rdzv_conf
         switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
         flags = [argument for name, value in options.items() for argument in (f"--{name}", value)]
-        argv = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *flags,
-            *switches,
-            program.target,
-            *program.arguments,
-        )
+        argv = (sys.executable, "-m", "torch.distributed.run", *flags, *switches, program.target, *program.arguments)
         return LaunchPlan(
             engine=f"{self.name}: {per_host} processes on each of {launch.num_machines} machine(s)",
             argv=argv,
@@ -128,11 +120,7 @@ def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tu
             f"machine {launch.machine_rank} of {launch.num_machines} waits for the others at {address}:{port}",
         )
     if launch.rdzv_backend == "static":
-        options = {
-            "node-rank": str(launch.machine_rank),
-            "master-addr": address,
-            "master-port": str(port),
-        }
+        options = {"node-rank": str(launch.machine_rank), "master-addr": address, "master-port": str(port)}
         return options, f"{address}:{port} (static), machine {launch.machine_rank}", notes
     options = {
         "rdzv-backend": launch.rdzv_backend,

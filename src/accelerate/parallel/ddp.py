@@ -343,12 +343,7 @@ def trigger_sync_in_backward(model: torch.nn.Module) -> Generator[None]:
 
 @contextmanager
 def join_uneven_inputs(
-    world: World,
-    joinables: Sequence[object],
-    loaders: Sequence[object],
-    *,
-    configured: bool,
-    override: bool | None,
+    world: World, joinables: Sequence[object], loaders: Sequence[object], *, configured: bool, override: bool | None
 ) -> Iterator[None]:
     """Enter a context in which a rank without further batches joins the other ranks' collectives.
 

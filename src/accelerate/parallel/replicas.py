@@ -23,7 +23,7 @@ from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..nested import recursively_apply
-from ..torch_private.fsdp import sharded_parameters
+from ..torch_private.fsdp import reshard, sharded_parameters
 from ..torch_private.modules import call_after_backward, current_backward
 from ..wording import some_ranks
 from .gradient_norm import by_device_and_dtype, local_tensor, reduce_partial_gradient
@@ -48,9 +48,7 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     Args:
         reduces: returns whether the running backward pass completes the gradients.
     """
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()  # otherwise it has unsharded parameters after a forward
+    reshard([model])  # otherwise it has unsharded parameters after a forward
     make_replicas_equal(model, mesh)
     reduced = sharded_parameters(model)
     managed, own = set(map(id, reduced)), set(mesh.ranks(*TOKEN_AXES))

@@ -20,8 +20,12 @@ from ..modules import is_sharded
 from ..torch_private.fsdp import (
     awaits_backward,
     reset_sharded_runtime,
+    reshard,
+    reshard_beside_gradients,
+    shard_of_unsharded,
     sharded_parameters,
     snapshot_sharded_gradients,
+    units_of,
 )
 from ..training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ..training.open_window import GradientHolder
@@ -42,6 +46,7 @@ class ShardedStrategy(Strategy, ABC):
         super().__init__(world, options)
         self._replicas: list[ReplicaGradients] = []  # replicated parameters beside shards
         self._units: WeakSet[FSDPModule] = WeakSet()  # the outermost ones of all models
+        self._all_units: list[FSDPModule] = []  # with those inside of them
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
         self.retry: Retryable | None = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
@@ -51,11 +56,26 @@ class ShardedStrategy(Strategy, ABC):
         super().release()
         self._replicas.clear()
         self._units.clear()
+        self._all_units.clear()
 
     def _train_in_place(self, model: torch.nn.Module) -> None:
         """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce."""
         self._replicas += train_in_place(model, self.mesh, self._reduces(model))
-        self._units.update(outer_units(model))
+        self._keep_units(model)
+
+    def _keep_units(self, model: torch.nn.Module) -> None:
+        """Keep the outermost units of ``model``, and reshard them where gradients and weights are read and written."""
+        new = [unit for unit in outer_units(model) if unit not in self._units]
+        for unit in cast("list[torch.nn.Module]", new):
+            reshard_beside_gradients(unit)
+        self._units.update(new)
+        self._all_units = units_of(cast("Iterable[torch.nn.Module]", self._units))
+
+    def _use_shards(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replace unsharded parameters in ``optimizers``, which ``parameters()`` returns after some forwards."""
+        shards = shard_of_unsharded(cast("Iterable[torch.nn.Module]", self._units))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"][:] = [shards.get(parameter, parameter) for parameter in group["params"]]
 
     def _reduces(self, model: torch.nn.Module) -> Callable[[], bool]:
         """Return a function that returns whether backward passes through ``model`` reduce gradients."""
@@ -109,10 +129,12 @@ class ShardedStrategy(Strategy, ABC):
         inner = inner_optimizer(optimizer)
         refuse_half_weights(inner)
 
-        def require_gradients(stepped: torch.optim.Optimizer, *_: object) -> None:
+        def before_step(stepped: torch.optim.Optimizer, *_: object) -> None:
             self._require_gradients(parameter for group in stepped.param_groups for parameter in group["params"])
+            for unit in self._all_units:
+                unit.reshard()  # otherwise the next forward uses weights that an earlier one has gathered
 
-        inner.register_step_pre_hook(require_gradients)
+        inner.register_step_pre_hook(before_step)
         step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
@@ -128,6 +150,11 @@ class ShardedState(ModelState[Owner], ABC):
     def access(self) -> StateAccess:
         """The access for checkpoints to the state, including optimizers of whole matrices."""
         return _MatrixAccess(self.named_parameters, canonical_name)
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the trained parameters of ``model``; those that a forward has left unsharded are resharded."""
+        reshard([model])
+        return super().named_parameters(model)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if no parameter of ``model`` is sharded."""

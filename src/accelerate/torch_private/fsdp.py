@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 
@@ -139,19 +139,6 @@ def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
 def buffer_dtypes(root: torch.nn.Module) -> dict[str, torch.dtype]:
     """Return by name the dtypes of buffers before mixed precision changed them."""
     return dict(getattr(root, "_buffer_name_to_orig_dtype", None) or {})
-
-
-@uses(
-    (f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"),
-    f"{_FLAT}:._local_shard",
-)
-def reshard_flat(module: FullyShardedDataParallel) -> None:
-    """Reshard the unit's flat parameter, also after a forward that leaves it unsharded."""
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
-    handle = module._handle
-    if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
-        _reshard(module, handle, True)
 
 
 @uses(f"{_FLAT}:._params", f"{_FLAT}:._shared_params")
@@ -402,21 +389,58 @@ def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Re
     return restore
 
 
+@uses((f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"), f"{_FLAT}:._local_shard")
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Reshard every unit of FSDP 1 or 2, also those that a forward has left unsharded."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    for unit in (unit for module in modules for unit in module.modules()):
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+        elif isinstance(unit, FullyShardedDataParallel):
+            handle = unit._handle
+            if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
+                _reshard(unit, handle, True)
+
+
+@uses(f"{_PARAMETER}:.sharded_param")
+def reshard_beside_gradients(unit: torch.nn.Module) -> None:
+    """Reshard ``unit`` after every forward without a graph while it has gradients.
+
+    Torch leaves the root unsharded. Its ``parameters()`` then have no gradients, because those are of the shards.
+    """
+    records, units = managed_parameters(unit), units_of([unit])
+
+    def after_forward(*_: object) -> None:
+        if not torch.is_grad_enabled() and any(record.sharded_param.grad is not None for record in records):
+            for one in units:
+                one.reshard()
+
+    unit.register_forward_hook(cast("Callable[..., None]", torch.compiler.disable(after_forward)))
+
+
+@uses(f"{_PARAMETER}:._unsharded_param", f"{_PARAMETER}:.sharded_param")
+def shard_of_unsharded(modules: Iterable[torch.nn.Module]) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the shard of each unsharded parameter that torch has created."""
+    found = ((getattr(record, "_unsharded_param", None), record.sharded_param) for record in _records(modules))
+    return {unsharded: shard for unsharded, shard in found if unsharded is not None}
+
+
 def unshard_once(modules: Iterable[torch.nn.Module]) -> None:
     """Unshard and reshard every unit under ``fully_shard``, to create its unsharded parameters; a collective.
 
     Torch creates them at the first unshard.
     """
-    for unit in _units(modules):
+    for unit in units_of(modules):
         unit.unshard()
         unit.reshard()
 
 
-@uses(f"{_PARAMETER}:._unsharded_param", f"{_PARAMETER}:.sharded_param")
 def unsharded_parameters(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the parameters that autograd knows, each after its shard; a collective."""
     unshard_once([model])
-    return [(record.sharded_param, record._unsharded_param) for record in managed_parameters(model)]
+    return [(shard, unsharded) for unsharded, shard in shard_of_unsharded([model]).items()]
 
 
 # Up to torch 2.14, an unsharded gradient of another dtype than its parameter moves to an attribute beside it. From
@@ -428,8 +452,7 @@ def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.
     Afterwards every unit is sharded, as between training passes.
     """
     modules = list(modules)
-    for unit in _units(modules):
-        unit.reshard()
+    reshard(modules)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for record in _records(modules):
         unsharded = getattr(record, "_unsharded_param", None)
@@ -459,7 +482,8 @@ def set_unsharded_gradients(
             unsharded.grad = gradient
 
 
-def _units(modules: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+def units_of(modules: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+    """Return the units under ``fully_shard``."""
     from torch.distributed.fsdp import FSDPModule
 
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]

@@ -230,10 +230,7 @@ def scaler_decides(optimizer: torch.optim.Optimizer) -> bool:
     return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-@uses(
-    "torch.optim.optimizer:._optimizer_step_pre_hooks",
-    "torch.optim.optimizer:._optimizer_step_post_hooks",
-)
+@uses("torch.optim.optimizer:._optimizer_step_pre_hooks", "torch.optim.optimizer:._optimizer_step_post_hooks")
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[StepHooks, StepHooks]:
     """Return the hooks before and after each step of ``optimizer``."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

@@ -73,11 +73,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the errors raised by operations that can't run on fake tensors."""
     from torch._subclasses import fake_tensor as fake
 
-    return (
-        fake.DataDependentOutputException,
-        fake.DynamicOutputShapeException,
-        fake.UnsupportedOperatorException,
-    )
+    return (fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedOperatorException)
 
 
 @uses("torch.ops.aten:_assert_tensor_metadata")

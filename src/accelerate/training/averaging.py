@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..checkpointing.sharded import StateAccess
 from ..errors import CheckpointError, PreparationError, SettingError
-from ..torch_private.fsdp import reshard_flat
+from ..torch_private.fsdp import reshard
 from ..torch_private.modules import move_each
 from .accumulation import GradientState
 
@@ -59,7 +59,7 @@ class WeightAverage:
         self.warmup: bool = warmup
         self.num_updates: int = 0
         self._held, self._access, self._gradient_state, self._was_skipped = held, access, gradient_state, was_skipped
-        _free_gathered(held)
+        reshard([held])
         named = [(name, p) for name, p in held.named_parameters() if p.is_floating_point()]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -102,7 +102,7 @@ class WeightAverage:
         if self._is_applied:
             raise PreparationError("The model has the averaged weights already: applied() was entered twice.")
         with torch.no_grad():
-            _free_gathered(self._held)
+            reshard([self._held])
             own = [local.clone() for local in self._local_parameters()]
             self._put(self._averages)
         self._is_applied = True
@@ -111,7 +111,7 @@ class WeightAverage:
         finally:
             self._is_applied = False
             with torch.no_grad():
-                _free_gathered(self._held)
+                reshard([self._held])
                 self._put(own)
 
     def _local_parameters(self) -> list[torch.Tensor]:
@@ -169,19 +169,10 @@ class WeightAverage:
             for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(saved[name])
         else:
-            _free_gathered(self._held)
+            reshard([self._held])
             own = [local.clone() for local in self._local_parameters()]
             self._access.load_target(self._held).load_state_dict(saved, strict=False)
             for local, average in zip(self._local_parameters(), self._averages, strict=True):
                 average.copy_(local)
             self._put(own)
         self.num_updates = int(state_dict["num_updates"])
-
-
-def _free_gathered(model: torch.nn.Module) -> None:
-    """Reshard all parameters, also those that a forward has left unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            reshard_flat(module)

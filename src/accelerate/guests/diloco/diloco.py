@@ -14,6 +14,7 @@ from ...accelerator import Accelerator
 from ...errors import CheckpointError, CollectiveError, SettingError
 from ...logging import MultiProcessAdapter, get_logger
 from ...seams import LoopHook
+from ...torch_private.fsdp import reshard
 from .compression import CODECS
 from .fragments import Fragment, OuterOptimizer, OuterWeight, average_optimizer_states, divide, local_values
 from .islands import Islands, check
@@ -222,13 +223,8 @@ class DiLoCo:
 
     def _free_gathered(self) -> None:
         """Reshard all parameters, also those that a forward has left unsharded."""
-        if self._islands.holds_replicas:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if not self._islands.holds_replicas:
+            reshard([self.model])
 
     def _state(self) -> DiLoCoState:
         return DiLoCoState(self.accelerator, self.model, self._islands, self._fragments)

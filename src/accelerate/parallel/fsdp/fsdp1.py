@@ -27,6 +27,7 @@ from ...torch_private.fsdp import (
     handle_of,
     hybrid_without_resharding,
     reset_flat_runtime,
+    reshard,
     set_flat_gradients,
     snapshot_flat_gradients,
     trained_parameters,
@@ -174,6 +175,10 @@ class FlatShard(FSDPStrategy):
                 yield
         finally:
             self._unreduced.discard(key)
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register a hook that reshards parameters before a step, because a forward may have left them unsharded."""
+        inner_optimizer(optimizer).register_step_pre_hook(lambda *_: reshard(self._roots))
 
     def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Scale the gradients of a list of parameters to a global norm ; a collective."""

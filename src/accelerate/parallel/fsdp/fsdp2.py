@@ -27,7 +27,7 @@ from ..context_parallel import prepare_attention
 from ..expert_parallel import shard_experts
 from ..rebind import compile_like_given, inner_optimizer
 from ..replicas import ReplicaGradients
-from ..sharded_strategy import ShardedState, ShardedStrategy, outer_units
+from ..sharded_strategy import ShardedState, ShardedStrategy
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .setup import (
@@ -79,6 +79,7 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
                 "prepare(model, optimizer) once for each."
             )
         optimizers = [inner_optimizer(argument.current) for argument in arguments.of(Role.OPTIMIZER)]
+        self._use_shards(optimizers)
         loose = [optimizer for optimizer in optimizers if not _trains_any_of(optimizer, fresh)]
         trains = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
         if loose or (trains and not optimizers):
@@ -166,7 +167,7 @@ class FullyShardStrategy(FSDPStrategy, ShardedStrategy, ABC):
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
             fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
         _own.add(model)
-        self._units.update(outer_units(model))
+        self._keep_units(model)
         attach_statistics(model)
         replicate_unsharded(model, mesh, self.world)
         self._average_ignored(model, ignored)

@@ -28,7 +28,7 @@ from ...modules import parameter_places, put_parameter
 from ...nested import split_batch
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...plugins.parallelism import PipelineParallelConfig
-from ...torch_private.fsdp import mixed_precision_policy, reduce_sharded_gradients, suspend_fsdp_hooks
+from ...torch_private.fsdp import mixed_precision_policy, reduce_sharded_gradients, reshard, suspend_fsdp_hooks
 from ...torch_private.tracing import (
     TreeSpec,
     data_dependent_errors,
@@ -105,12 +105,7 @@ class PipelineSchedule:
     """
 
     def __init__(
-        self,
-        world: World,
-        mesh: Mesh,
-        config: PipelineParallelConfig,
-        num_stages: int,
-        stages: Mapping[int, nn.Module],
+        self, world: World, mesh: Mesh, config: PipelineParallelConfig, num_stages: int, stages: Mapping[int, nn.Module]
     ) -> None:
         self._world, self._config = world, config
         self.num_stages: int = num_stages
@@ -144,8 +139,8 @@ class PipelineSchedule:
             schedule.step(*given, target=numbers, return_outputs=False)
         finally:
             self._loss_of = None
-            self._free()
-        # Every rank knows the output's precision, but only the last one the loss's: narrower ones are returned in float32.
+            reshard(self.stages.values())
+        # All ranks know the dtype of the outputs, but only the last one knows that of the loss.
         precise = any(meta.dtype is torch.float64 for meta in flow.shapes[-1])
         loss = torch.zeros((), dtype=torch.float64 if precise else torch.float32, device=self._world.device)
         if losses:
@@ -159,7 +154,7 @@ class PipelineSchedule:
         try:
             output = schedule.eval(*(inputs if 0 in self.stages else ()))
         finally:
-            self._free()
+            reshard(self.stages.values())
         leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else list(output)
         for place, shape in enumerate(flow.shapes[-1]):
             whole = (shape.size[0] * num_parts, *shape.size[1:])
@@ -172,10 +167,6 @@ class PipelineSchedule:
         """Average gradients of sharded stages over the ranks of their shards."""
         for stage in self.stages.values():
             _reduce_gradients(stage)
-
-    def _free(self) -> None:
-        for stage in self.stages.values():
-            _free_gathered(stage)
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
@@ -201,12 +192,7 @@ class PipelineSchedule:
         return *self._known[key], num_parts
 
     def _make(self, flow: _StageTensors, num_parts: int, *, has_backward: bool) -> Any:
-        from torch.distributed.pipelining import (
-            Schedule1F1B,
-            ScheduleGPipe,
-            ScheduleInterleaved1F1B,
-            ScheduleLoopedBFS,
-        )
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
         def examples(shapes: TensorMetas) -> tuple[torch.Tensor, ...]:
             return tuple(shape.empty("meta") for shape in shapes)
@@ -377,13 +363,6 @@ def _reduce_gradients(stage: nn.Module) -> None:
     stage.set_reshard_after_backward(True)
     stage.set_requires_gradient_sync(True)
     reduce_sharded_gradients(stage)
-
-
-def _free_gathered(stage: nn.Module) -> None:
-    """Reshard all parameters of ``stage``."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> object:
