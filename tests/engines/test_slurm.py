@@ -169,6 +169,7 @@ def test_a_lost_machine_of_kept_replicas_is_started_again(launch: Launch, cluste
     lost = int((launch.folder / "pid_2").read_text())
     os.kill(int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)  # its launcher
     wait_until(lambda: trains(0, 1), 60)
+    moment = time.time()  # before it there may be updates of all four from before the loss was known
     wait_until(lambda: trains(0, 1, 2, 3), 100)
     (launch.folder / "enough").touch()
     code, output = running.ended()
