@@ -246,7 +246,7 @@ def test_every_built_in_exception_that_is_raised_is_listed_with_its_reason() -> 
 #: What is raised neither by the name of a class of ours nor of a built-in one -> why.
 OTHERWISE: Final[dict[str, str]] = {
     "checkpointing/agreement.py Ranks.fail_together error": "what this rank met itself, as it was",
-    "checkpointing/agreement.py Ranks.fail_together kind": "a parameter: a class of CheckpointError",
+    "checkpointing/agreement.py Ranks.fail_together problem": "a parameter: a class of CheckpointError",
     "checkpointing/agreement.py write_on_main error": "what this rank met itself, as it was",
     "checkpointing/codec.py _member pickle.UnpicklingError": "pickle's own protocol; caught in the same file",
     "checkpointing/codec.py _DescribedReader.find_class pickle.UnpicklingError": (
