@@ -71,7 +71,7 @@ _RANKS_PER_SECOND: Final = 1024
 #: How many notifications are kept for ranks that are about to wait for them.
 _KEPT_NOTIFICATIONS: Final = 16
 #: Operations in which a rank waits for others in a torch collective.
-_IN_TORCH: Final = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "pad_across_processes")
+_IN_TORCH: Final = {"gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "pad_across_processes"}
 #: The value that ends the wait for a key; a verdict raises instead.
 _OPEN: Final = "1"
 #: The value of an agreement's key if the ranks differ.
@@ -468,7 +468,7 @@ class Coordinator:
         if value != _OPEN:
             verdict = Verdict.of(value)
             text = self._in_words(verdict)
-            if verdict.kind == "different" and verdict.operation in _IN_TORCH:
+            if verdict.kind == "different" and {verdict.operation, self.operation} & _IN_TORCH:
                 self.unpaired = text
             raise CollectiveError(text)
 
