@@ -158,6 +158,7 @@ PLUGINS: dict[str, dict[str, Any]] = {
     "blocks": BLOCKS,
     "no resharding": {**BLOCKS, "reshard_after_forward": False},
     "version 1": VERSION_1,
+    "version 1, not sharded": {**VERSION_1, "reshard_after_forward": "NO_SHARD"},
     "version 1, blocks": {**BLOCKS, **VERSION_1, "reshard_after_forward": "SHARD_GRAD_OP"},
 }
 

@@ -399,8 +399,8 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
         if isinstance(unit, FSDPModule):
             unit.reshard()
         elif isinstance(unit, FullyShardedDataParallel):
-            handle = unit._handle
-            if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
+            handle = unit._handle  # without a local shard it isn't begun
+            if handle and handle.uses_sharded_strategy and getattr(handle.flat_param, "_local_shard", None) is not None:
                 _reshard(unit, handle, True)
 
 
