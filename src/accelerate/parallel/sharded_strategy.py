@@ -46,7 +46,7 @@ class ShardedStrategy(Strategy, ABC):
         super().__init__(world, options)
         self._replicas: list[ReplicaGradients] = []  # replicated parameters beside shards
         self._units: WeakSet[FSDPModule] = WeakSet()  # the outermost ones of all models
-        self._all_units: list[FSDPModule] = []  # with those inside of them
+        self._all_units: WeakSet[FSDPModule] = WeakSet()  # with those inside of them
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
         self.retry: Retryable | None = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
@@ -69,7 +69,7 @@ class ShardedStrategy(Strategy, ABC):
         for unit in cast("list[torch.nn.Module]", new):
             reshard_beside_gradients(unit)
         self._units.update(new)
-        self._all_units = units_of(cast("Iterable[torch.nn.Module]", self._units))
+        self._all_units.update(units_of(cast("list[torch.nn.Module]", new)))
 
     def _use_shards(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace unsharded parameters in ``optimizers``, which ``parameters()`` returns after some forwards."""
