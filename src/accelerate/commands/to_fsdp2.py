@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from ..settings.document import read_entries
 from ..settings.fsdp import FSDP_SHARDING_STRATEGY, HYBRID_IN_VERSION_2, ONLY_VERSION_1, RESHARDS
+from .config.config_args import content_of
 from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
 
 
@@ -75,8 +75,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     target = source if args.overwrite or named is None else Path(named).expanduser()
     if target.exists() and not args.overwrite:
         raise FileExistsError(f"{target} exists already. Give --overwrite, or name another --output_file.")
-    read_entries(source)  # refuses what isn't a configuration, with the line
-    content = yaml.safe_load(source.read_text(encoding="utf-8"))
+    content = content_of(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(yaml.safe_dump(convert_config_to_fsdp2(content)), encoding="utf-8")
     print(f"The configuration for FSDP version 2 is at {target}")

@@ -112,13 +112,13 @@ class BaseConfig:
     def from_yaml_file(cls: type[Config], yaml_file: str | Path | None = None) -> Config:
         """Load the configuration from a YAML file (default: the one that ``accelerate config`` writes)."""
         path = Path(yaml_file if yaml_file is not None else default_yaml_config_file)
-        return cls.from_dict(_parse(path), str(path))
+        return cls.from_dict(content_of(path), str(path))
 
     @classmethod
     def from_json_file(cls: type[Config], json_file: str | Path | None = None) -> Config:
         """Load the configuration from a JSON file."""
         path = Path(json_file if json_file is not None else default_json_config_file)
-        return cls.from_dict(_parse(path), str(path))
+        return cls.from_dict(content_of(path), str(path))
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Write this configuration to a JSON file."""
@@ -131,7 +131,12 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
-def _parse(path: Path) -> dict[str, object]:
+def content_of(path: Path) -> dict[str, object]:
+    """Return the keys and values of a configuration file.
+
+    Raises:
+        SettingError: it isn't one.
+    """
     read_entries(path)  # refuses what isn't a configuration, with the line
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
@@ -211,6 +216,6 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | Sag
         ValueError: it holds keys that nothing reads.
     """
     path = configuration_path(config_file, must_exist=True)
-    content = _parse(path)
+    content = content_of(path)
     cloud = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     return (SageMakerConfig if cloud else ClusterConfig).from_dict(content, str(path))
