@@ -30,7 +30,7 @@ from ..nested import (
 )
 from .loader import PreparedLoader
 from .random_streams import Moves, SharedDraws
-from .reading import Delivery, Reader, ReadPlan
+from .reader import Delivery, Reader, ReadPlan
 from .resume import SavedPosition
 from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, unskipped
 

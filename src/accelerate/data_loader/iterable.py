@@ -20,7 +20,7 @@ from ..distributed.random import capture_host_streams, host_stream, host_streams
 from ..distributed.world import current_world
 from ..errors import PreparationError, ResumeWarning
 from ..nested import ignorant_find_batch_size
-from .reading import ReadPlan
+from .reader import ReadPlan
 from .resume import SavedPosition
 from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, has_state, samplers_of
 from .sharding import (

@@ -29,10 +29,10 @@ from .adapter import (
     torchdatas_part,
     with_position,
 )
-from .indexed import IndexReader, RecordingSampler
 from .iterable import StreamEnd, StreamReader, StreamSource, warn_of_new_workers
+from .map_style import IndexReader, RecordingSampler
 from .random_streams import SampleSeed
-from .reading import Delivery, DevicePrefetch, Reader, ReadPlan, prefetched
+from .reader import Delivery, DevicePrefetch, Reader, ReadPlan, prefetched
 from .resume import PositionState, Progress, SavedPosition, epoch_listeners, epoch_of_script, note_epochs
 from .sampling import (
     BEGINNING,

@@ -28,6 +28,7 @@ from ..torch_private.distributed import get_keys, set_keys, tcp_store
 from ..wording import some_ranks
 from .call_rendezvous import CallRendezvous
 from .exits import ExitWatch, has_clients
+from .mismatched_calls import RankState, Verdict, find_conflict, is_in
 from .store_requests import (
     RequestThread,
     StoreTimeout,
@@ -37,7 +38,6 @@ from .store_requests import (
     delete_keys,
     read_present,
 )
-from .verdicts import RankState, Verdict, find_conflict, is_in
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..checkpointing.quantized_state import refuse_half_weights
 from ..checkpointing.run_state import StateDict
 from ..checkpointing.sharded import StateAccess
-from ..distributed.verdicts import UNREACHED
+from ..distributed.mismatched_calls import UNREACHED
 from ..distributed.world import World
 from ..modules import is_sharded
 from ..torch_private.fsdp import (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.data_loader.dispatch import Announcement, GlobalBatches
-from accelerate.data_loader.indexed import IndexReader
+from accelerate.data_loader.map_style import IndexReader
 from accelerate.data_loader.sampling import BatchInfo
 from accelerate.errors import WorldError
 

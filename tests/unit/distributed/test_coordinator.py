@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import HashStore
 
 from accelerate.distributed import call_rendezvous, store_client
+from accelerate.distributed.mismatched_calls import Verdict
 from accelerate.distributed.store_client import Coordinator
-from accelerate.distributed.verdicts import Verdict
 from accelerate.errors import CollectiveError
 
 

@@ -25,7 +25,7 @@ from accelerate.distributed.failures import (
     record_saved,
     report,
 )
-from accelerate.distributed.verdicts import RankState, Verdict
+from accelerate.distributed.mismatched_calls import RankState, Verdict
 from accelerate.guests.clusters.kubernetes import Kubernetes
 from accelerate.guests.clusters.mpi import Mpirun
 from accelerate.guests.clusters.slurm import Slurm

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from ...data_loader.loader import PreparedLoader
-from ...data_loader.reading import Delivery
+from ...data_loader.reader import Delivery
 from ...data_loader.resume import SavedPosition
 from ...data_loader.sampling import BatchInfo
 from ...distributed.random import capture_host_streams, host_streams

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ...data_loader.dispatch import DataLoaderDispatcher
-from ...data_loader.indexed import IndexReader
 from ...data_loader.loader import PreparedLoader
+from ...data_loader.map_style import IndexReader
 from ...data_loader.sampling import BatchInfo
 from ...devices.allocations import AllocationTracker
 from ...torch_private.tracing import Operator, inner_tensors, local_part, tree_leaves

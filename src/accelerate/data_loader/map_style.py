@@ -18,7 +18,7 @@ from ..nested import send_to_device
 from ..torch_private.modules import has_running_iterator
 from .iterable import wrong_batches_error
 from .random_streams import KeyedIndices, OneByOne, SampleKeys
-from .reading import Delivery, ReadPlan, is_on_host
+from .reader import Delivery, ReadPlan, is_on_host
 from .sampling import BEGINNING, BatchInfo, OrderState, ResumePosition, batches_from, same_order, unskipped
 from .sharding import BatchSamplerShard, draw_unsharded
 

@@ -1,4 +1,4 @@
-"""Verdicts on why an operation of all ranks can't complete: one rank publishes it, each waiting rank formats it."""
+"""Why an operation of all ranks can't complete: one rank publishes the reason, each waiting rank formats it."""
 
 from __future__ import annotations
 
