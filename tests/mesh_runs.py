@@ -21,8 +21,8 @@ from accelerate.plugins.parallelism import (
 )
 from tests.slow import IS_SLOW
 
-#: `make meshes` trains longer: fewer updates find the same errors, and ranks communicate in each.
-NUM_UPDATES = 8 if IS_SLOW else 5
+#: `make meshes` trains four times as long: fewer updates find the same errors, and ranks communicate in each.
+NUM_UPDATES = 20 if IS_SLOW else 5
 LENGTH, WORDS, WIDTH = 16, 32, 16
 BATCH = 8  # samples that all ranks read at once
 V2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Layer"}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 
-NUM_UPDATES = 8
+NUM_UPDATES = 20
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Block"}
 
 
@@ -69,7 +69,7 @@ def train(
     weighted: bool = False,
     accelerator: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train with accumulation, clipping and a schedule: losses, norms and the weights at the end."""
+    """Twenty updates with accumulation, clipping and a schedule: losses, norms and the weights at the end."""
     run = Accelerator(
         cpu=True,
         mixed_precision=precision,

@@ -215,7 +215,7 @@ def test_a_checkpoint_has_the_samples_of_the_island_that_saves_it(tmp_path: Path
     check(tmp_path, made["num_ranks"], before=taken_in(main[:last]))
 
 
-@pytest.mark.timeout(120 + 40 * NUM_KILLS)
+@pytest.mark.timeout(45 * NUM_KILLS)
 @slow_for("20 kills take minutes", "kills")
 @pytest.mark.parametrize("arguments", [ROUNDS, STREAMED], ids=["rounds", "streamed"])
 def test_random_kills_of_islands(tmp_path: Path, arguments: dict[str, Any]) -> None:
