@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,50 @@ def test_other_islands_continue(tmp_path: Path) -> None:
         assert ranks[0]["steps"] == list(range(8, 21))
         assert all(equal(found["after"], ranks[0]["after"]) for found in ranks)
         assert len({tuple(found["inside"][0].flatten().tolist()) for found in ranks}) == islands
+
+
+class _Counted(torch.optim.SGD):
+    """Counts the changes that the outer weights of a fragment were stepped by."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step, and count."""
+        super().step(closure)
+        type(self).num_steps += 1
+
+
+def _changes_applied(folder: str, arguments: dict[str, Any], loads: bool) -> list[int]:
+    """Return the number of changes that were applied, and those that still are on their way."""
+
+    def begin(accelerator: Accelerator) -> int:
+        if loads:
+            accelerator.load_state(folder)
+        return 7 if loads else 0
+
+    def after_step(diloco: DiLoCo, step: int) -> None:
+        if step == 6 and not loads:
+            diloco.accelerator.save_state(folder)
+        applied[:] = [_Counted.num_steps, sum(one.arriving is not None for one in diloco._fragments)]
+
+    applied = [0, 0]
+    optimizer = partial(_Counted, lr=0.7)
+    train(12 if loads else 7, begin=begin, after_step=after_step, outer_optimizer=optimizer, **arguments)
+    return applied
+
+
+@pytest.mark.parametrize(
+    "after", [{"inner_steps": 2}, {"inner_steps": 3, "overlap_steps": 1}, {"inner_steps": 4, "overlap": False}]
+)
+def test_a_change_on_its_way_is_applied_with_other_steps(after: dict[str, Any], tmp_path: Path) -> None:
+    """Also if the fragment's turn comes before the step at which the saved run would have applied it."""
+    before: dict[str, Any] = {"inner_steps": 6, "fragments": 1, "overlap_steps": 5}
+    folder = str(tmp_path / "state")
+    assert run_on_ranks(_changes_applied, 2, folder, before, False) == [[0, 1]] * 2  # sent after step 6
+    arguments = before | after
+    turns = sum(step % arguments["inner_steps"] == 0 for step in range(8, 13))
+    for applied, on_their_way in run_on_ranks(_changes_applied, 2, folder, arguments, True):
+        assert applied + on_their_way == 1 + turns
 
 
 def _alone(folder: str) -> str:
