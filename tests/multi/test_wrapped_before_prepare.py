@@ -1,4 +1,4 @@
-"""A model that the script compiled or put into nn.DataParallel itself is saved, loaded and unwrapped like any other."""
+"""A model that the script compiled or wrapped itself is saved, loaded and unwrapped like any other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.errors import PreparationError
 from accelerate.utils import extract_model_from_parallel
 from tests.ranks import run_on_ranks
-from tests.sharded_runs import BLOCKS, Network, plugin_of, samples
+from tests.sharded_runs import BLOCKS, Block, Network, plugin_of, samples
 from tests.slow import slow_for
 
 NUM_BATCHES: Final = 6
@@ -61,6 +64,20 @@ def compiled_ddp(model: nn.Module) -> nn.Module:
     return compiled(in_ddp(model))
 
 
+def in_fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def in_fsdp1_flat(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+
+
+def compiled_fsdp1(model: nn.Module) -> nn.Module:
+    return compiled(in_fsdp1(model))
+
+
 Wrapper = Callable[[nn.Module], nn.Module]
 WRAPPERS: Final[list[Wrapper]] = [compiled, in_data_parallel, compiled_data_parallel, data_parallel_of_compiled]
 STRATEGIES: Final[dict[str, tuple[int, dict[str, Any] | None, list[Wrapper]]]] = {
@@ -68,11 +85,11 @@ STRATEGIES: Final[dict[str, tuple[int, dict[str, Any] | None, list[Wrapper]]]] =
     "ddp": (2, None, [*WRAPPERS, in_ddp, compiled_ddp]),
     "fsdp2": (2, {"fsdp_version": 2, **BLOCKS}, WRAPPERS),
     "fsdp2-whole-state": (2, {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT", **BLOCKS}, WRAPPERS),
-    "fsdp1": (2, {"fsdp_version": 1, "use_orig_params": True, **BLOCKS}, WRAPPERS),
-    "fsdp1-flat": (2, {"fsdp_version": 1, **BLOCKS}, WRAPPERS),
+    "fsdp1": (2, {"fsdp_version": 1, "use_orig_params": True, **BLOCKS}, [*WRAPPERS, in_fsdp1, compiled_fsdp1]),
+    "fsdp1-flat": (2, {"fsdp_version": 1, **BLOCKS}, [*WRAPPERS, in_fsdp1_flat]),
 }
 #: Each wrapper of torch, and replicas and shards.
-QUICK: Final = (("one", data_parallel_of_compiled), ("ddp", compiled_ddp), ("fsdp2", compiled))
+QUICK: Final = (("one", data_parallel_of_compiled), ("ddp", compiled_ddp), ("fsdp2", compiled), ("fsdp1", in_fsdp1))
 SLOW: Final = slow_for("five runs of training")
 CASES: Final = [
     pytest.param(
@@ -96,6 +113,7 @@ class Run:
         loader = DataLoader(samples(8 * NUM_BATCHES), batch_size=8 // self.accelerator.num_processes)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(wrapped, optimizer, loader)
         self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def train(self, first: int, end: int) -> None:
         """Train on the batches from ``first`` to ``end``."""
@@ -104,6 +122,8 @@ class Run:
                 with self.accelerator.accumulate(self.model):
                     loss = nn.functional.cross_entropy(self.model(inputs), classes)
                     self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.norms.append(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1).item())
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 self.losses.append(loss.item())
@@ -122,6 +142,7 @@ def assert_same_end(ours: Run, whole: Run, *, bit_by_bit: bool) -> None:
     """The last batches of both runs, and their weights at the end, are the same."""
     tolerances: dict[str, float] = {"rtol": 0, "atol": 0} if bit_by_bit else {}
     torch.testing.assert_close(ours.losses, whole.losses[-len(ours.losses) :], **tolerances)
+    torch.testing.assert_close(ours.norms, whole.norms[-len(ours.norms) :], **tolerances)
     torch.testing.assert_close(ours.weights(), whole.weights(), **tolerances)
 
 
@@ -171,6 +192,20 @@ def test_a_wrapped_model_goes_on_bit_by_bit(strategy: str, wrapper: Wrapper, tmp
     found = run_on_ranks(stop_and_resume, num_ranks, wrapper, options, tmp_path, timeout_seconds=170)[0]
     assert list(found["weights"]) == list(Normalized().state_dict())
     torch.testing.assert_close(found["saved"], found["weights"], rtol=0, atol=0)
+
+
+def refuse() -> None:
+    accelerator = Accelerator(cpu=True)
+    wrapped = nn.Sequential(in_fsdp1(Network()))
+    with pytest.raises(PreparationError, match="The module '0' is in FullyShardedDataParallel, but this run"):
+        accelerator.prepare(wrapped)
+    for parameter in wrapped.parameters():
+        parameter.requires_grad_(False)
+    assert accelerator.prepare(wrapped) is wrapped
+
+
+def test_flat_parameters_without_fsdp1_are_refused_on_all_ranks() -> None:
+    run_on_ranks(refuse, 2)
 
 
 def evaluate(wrapper: Wrapper, folder: Path) -> None:

@@ -119,6 +119,9 @@ class Strategy(ABC):  # noqa: B024  (every member has a default)
     def check(self, arguments: PreparedArguments) -> None:
         """Raise, before anything is changed, if the arguments can't be prepared together."""
         refuse_placeholders(arguments)
+        for argument in arguments.of(Role.MODEL):
+            if self.world.size > 1 and not self.adopts(argument.current):
+                _refuse_flat_parameters(argument.current)
 
     def place(self, arguments: PreparedArguments, precision: Precision) -> None:
         """Replace the arguments that an engine prepares together; ``prepare`` then prepares the others one by one."""
@@ -265,6 +268,22 @@ def refuse_placeholders(arguments: PreparedArguments, engine: str = "") -> None:
                 f"{type(given).__name__} is a placeholder for a {given.role} that {given.engine} makes itself, but "
                 f"this run doesn't use {given.engine}. Give prepare() a torch object, or ask for the engine: "
                 f"Accelerator({given.asked_by}_plugin=...), or launch with --use_{given.asked_by}."
+            )
+
+
+def _refuse_flat_parameters(model: torch.nn.Module) -> None:
+    """Raise if ``model`` came with shards of FSDP version 1, in which no other strategy can train.
+
+    Raises:
+        PreparationError: a module in it is a trained ``FullyShardedDataParallel``.
+    """
+    for name, module in model.named_modules():
+        # By name, because importing the class is slow.
+        if type(module).__name__ == "FullyShardedDataParallel" and any(p.requires_grad for p in module.parameters()):
+            raise PreparationError(
+                f"{f'The module {name!r}' if name else 'The model'} is in FullyShardedDataParallel, but this run "
+                "doesn't use FSDP version 1. Give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin("
+                "fsdp_version=1)), or leave the wrapping to prepare()."
             )
 
 

@@ -123,6 +123,18 @@ def flattened_modules(root: FullyShardedDataParallel) -> set[torch.nn.Module]:
     return {info.module for _, handle in _handles(root) for info in handle.flat_param._param_infos}
 
 
+@uses(f"{_FLAT}:._param_infos", f"{_FLAT}:._shared_param_infos")
+def places_in_flat(model: torch.nn.Module) -> dict[torch.nn.Module, dict[str, tuple[torch.nn.Module, str]]]:
+    """Return, by module and name, the parameters inside flat ones; of tied ones, module and name of the first."""
+    found: dict[torch.nn.Module, dict[str, tuple[torch.nn.Module, str]]] = {}
+    for flat in (handle.flat_param for _, handle in _handles(model)):
+        for info in flat._param_infos:
+            found.setdefault(info.module, {})[info.param_name] = info.module, info.param_name
+        for info in flat._shared_param_infos:
+            found.setdefault(info.module, {})[info.param_name] = info.prim_module, info.prim_param_name
+    return found
+
+
 @uses(f"{_FLAT}:._local_shard", f"{_FLAT}:.process_group")
 def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
     """Return this rank's shard of the unit's flat parameter in full precision, and its offset."""
@@ -389,13 +401,18 @@ def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Re
     return restore
 
 
-@uses((f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"), f"{_FLAT}:._local_shard")
 def reshard(modules: Iterable[torch.nn.Module]) -> None:
     """Reshard every unit of FSDP 1 or 2, also those that a forward has left unsharded."""
+    reshard_units(unit for module in modules for unit in module.modules())
+
+
+@uses((f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"), f"{_FLAT}:._local_shard")
+def reshard_units(units: Iterable[torch.nn.Module]) -> None:
+    """Reshard those of ``units`` that are of FSDP 1 or 2; units inside of them have to be given too."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.fsdp._runtime_utils import _reshard
 
-    for unit in (unit for module in modules for unit in module.modules()):
+    for unit in units:
         if isinstance(unit, FSDPModule):
             unit.reshard()
         elif isinstance(unit, FullyShardedDataParallel):

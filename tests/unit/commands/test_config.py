@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -393,7 +394,14 @@ def test_the_old_file_is_proposed_and_one_that_cant_be_read_is_not(tmp_path: Pat
 
 def test_an_interrupted_dialogue_writes_nothing(tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
-    child = pexpect.spawn(COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8")
+    child = pexpect.spawn(
+        COMMAND[0],
+        COMMAND[1:],
+        env=environment(tmp_path),
+        timeout=20,
+        encoding="utf-8",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )
     child.expect_exact(SEED_QUESTIONS[0])
     child.expect_exact("[0]: ")
     for _ in range(5):  # Python sees a signal that comes as the read begins only with the next one

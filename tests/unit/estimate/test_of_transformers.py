@@ -35,6 +35,8 @@ NAMES = (
     "options", [{}, {"autocast": torch.bfloat16}, {"recompute": True}], ids=["plain", "autocast", "recompute"]
 )
 def test_the_estimate_is_the_measured_peak(name: str, options: dict[str, Any]) -> None:
+    if name.startswith("ResNet") and "autocast" in options and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("without bf16 instructions, torch unfolds the inputs of each convolution into memory of its own")
     (row,) = compare([subject for subject in of_transformers() if subject.name == name], **options)
     assert abs(row.error) < 0.05, row
 

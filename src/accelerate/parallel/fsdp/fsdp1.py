@@ -27,7 +27,7 @@ from ...torch_private.fsdp import (
     handle_of,
     hybrid_without_resharding,
     reset_flat_runtime,
-    reshard,
+    reshard_units,
     set_flat_gradients,
     snapshot_flat_gradients,
     trained_parameters,
@@ -69,11 +69,16 @@ class FlatShard(FSDPStrategy):
         super().__init__(world, options)
         self.retry = _FlatRetry(world, RetryMode.TOGETHER)
         self._unreduced: set[int] = set()  # the models inside no_sync
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        #: In the order of the model, which is the same on all ranks.
+        self._units: weakref.WeakKeyDictionary[FullyShardedDataParallel, None] = weakref.WeakKeyDictionary()
         #: The modules whose own parameters were flattened.
         self.flattened: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     # -- placing -------------------------------------------------------------------------------------------
+
+    def adopts(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model`` was wrapped before."""
+        return bool(FullyShardedDataParallel.fsdp_modules(model))
 
     def check(self, arguments: PreparedArguments) -> None:
         """Raise if an optimizer needs whole matrices, because flat parameters don't keep them."""
@@ -90,8 +95,9 @@ class FlatShard(FSDPStrategy):
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Cast ``model``, add activation checkpointing, wrap and compile it, in this order."""
-        if isinstance(uncompiled(model), FullyShardedDataParallel):
+        if isinstance(wrapped := uncompiled(model), FullyShardedDataParallel):
             precision.patch_forward(self.unwrap(model, keep_torch_compile=False))
+            self._keep(wrapped)
             return model
         if evaluation_mode:
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
@@ -105,19 +111,23 @@ class FlatShard(FSDPStrategy):
         ignored = find_ignored(plugin.ignored_modules, model)
         self.recompute(model, find_wrap_units(model, plugin.auto_wrap_policy, ignored))
         key = id(model)
-        names = names_of(model)
         with warnings.catch_warnings():  # torch warns when it changes the user's options
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = self._wrapped(model, ignored)
         average_ignored(ignored, None, self.world.size, lambda: key not in self._unreduced)
-        wrapped.__dict__.update(names)
         if callable(getattr(model, "generate", None)):
             wrapped.__dict__["generate"] = _with_full_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]
-        self._roots.add(wrapped)
-        self.flattened.update(flattened_modules(wrapped))
+        self._keep(wrapped)
         dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(wrapped)
         return compile_model(compile_like_given(given, wrapped), dynamo)
+
+    def _keep(self, wrapped: FullyShardedDataParallel) -> None:
+        """Keep the units of ``wrapped``, to clip their gradients together and to reshard them before steps."""
+        if wrapped not in self._units:
+            wrapped.__dict__.update(names_of(wrapped))
+        self._units.update(dict.fromkeys(FullyShardedDataParallel.fsdp_modules(wrapped)))
+        self.flattened.update(flattened_modules(wrapped))
 
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
         plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
@@ -178,7 +188,7 @@ class FlatShard(FSDPStrategy):
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Register a hook that reshards parameters before a step, because a forward may have left them unsharded."""
-        inner_optimizer(optimizer).register_step_pre_hook(lambda *_: reshard(self._roots))
+        inner_optimizer(optimizer).register_step_pre_hook(lambda *_: reshard_units(self._units))
 
     def clip_grad_norm(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """Scale the gradients of a list of parameters to a global norm ; a collective."""
@@ -193,11 +203,9 @@ class FlatShard(FSDPStrategy):
     def _axes(self) -> dict[int, Axes]:
         """Return by parameter the groups over which its flat parameter is sharded."""
         axes: dict[int, Axes] = {}
-        for root in self._roots:
-            for module in FullyShardedDataParallel.fsdp_modules(root):
-                handle = handle_of(module)
-                if handle is None or not handle.uses_sharded_strategy:
-                    continue
+        for unit in self._units:
+            handle = handle_of(unit)
+            if handle is not None and handle.uses_sharded_strategy:
                 axes.update((id(parameter), (handle.process_group,)) for parameter in trained_parameters(handle))
         return axes
 

@@ -29,6 +29,7 @@ from ...torch_private.fsdp import (
     flat_shard,
     handle_of,
     parts_of_flat,
+    places_in_flat,
 )
 from ...torch_private.modules import non_persistent_buffers, takes_data_of
 from ..compile import uncompiled
@@ -42,13 +43,22 @@ _TIES = "_tied_names"
 
 
 def names_of(model: torch.nn.Module) -> dict[str, object]:
-    """Return the order and the ties of the parameters in ``model``, as attributes for its wrapper."""
-    first: dict[int, str] = {}
+    """Return the order and the ties of the parameters in ``model``, as attributes for its wrapper.
+
+    Parameters that are inside flat ones already count as the user's own.
+    """
+    places = places_in_flat(model)
+    first: dict[object, str] = {}
     ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            ties[name] = known
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held, inside = dict(module.named_parameters(recurse=False)), places.get(module, {})
+        for own in dict.fromkeys((*held, *inside)):
+            if own == "_flat_param":
+                continue
+            name = canonical_name(f"{prefix}.{own}".lstrip("."))
+            known = first.setdefault(inside.get(own) or id(held[own]), name)
+            if known != name:
+                ties[name] = known
     return {_ORDER: list(first.values()), _TIES: ties}
 
 
