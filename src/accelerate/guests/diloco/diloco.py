@@ -175,8 +175,11 @@ class DiLoCo:
         self.num_steps += 1
         turn = [one for one in self._fragments if self.num_steps % self.inner_steps == one.offset % self.inner_steps]
         # Resumed with fewer inner steps, a fragment's turn may come before its last change was due.
-        arriving = [one for one in self._fragments if one.arriving is not None]
-        due = [one for one in arriving if one.arriving.due == self.num_steps or one in turn]
+        due = [
+            one
+            for one in self._fragments
+            if (sent := one.arriving) is not None and (sent.due == self.num_steps or one in turn)
+        ]
         if due or turn:
             self._free_gathered()
         for fragment in due:
