@@ -117,12 +117,6 @@ def parts_of_flat(handle: FlatParamHandle) -> Iterator[FlatPart]:
         begin += size
 
 
-@uses(f"{_FLAT}:._param_infos")
-def flattened_modules(root: FullyShardedDataParallel) -> set[torch.nn.Module]:
-    """Return the modules whose parameters are inside flat ones."""
-    return {info.module for _, handle in _handles(root) for info in handle.flat_param._param_infos}
-
-
 @uses(f"{_FLAT}:._param_infos", f"{_FLAT}:._shared_param_infos")
 def places_in_flat(model: torch.nn.Module) -> dict[torch.nn.Module, dict[str, tuple[torch.nn.Module, str]]]:
     """Return, by module and name, the parameters inside flat ones; of tied ones, module and name of the first."""

@@ -23,9 +23,9 @@ from ...precision import Precision
 from ...torch_private.fsdp import (
     all_flat_parameters,
     flat_gradients,
-    flattened_modules,
     handle_of,
     hybrid_without_resharding,
+    places_in_flat,
     reset_flat_runtime,
     reshard_units,
     set_flat_gradients,
@@ -124,10 +124,9 @@ class FlatShard(FSDPStrategy):
 
     def _keep(self, wrapped: FullyShardedDataParallel) -> None:
         """Keep the units of ``wrapped``, to clip their gradients together and to reshard them before steps."""
-        if wrapped not in self._units:
-            wrapped.__dict__.update(names_of(wrapped))
+        wrapped.__dict__.update(names_of(wrapped))
         self._units.update(dict.fromkeys(FullyShardedDataParallel.fsdp_modules(wrapped)))
-        self.flattened.update(flattened_modules(wrapped))
+        self.flattened.update(places_in_flat(wrapped))
 
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
         plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
